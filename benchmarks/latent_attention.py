@@ -18,7 +18,8 @@ import torch
 from kernels import normal, seconds
 
 from trtllm_dflash import kernels
-from trtllm_dflash.cost.rates import Rates, measure_rates
+from trtllm_dflash.cost.gpus import Rates
+from trtllm_dflash.cost.rates import measure_rates
 from trtllm_dflash.kernels.latent_attention import LATENT_RANK, LATENT_ROW
 from trtllm_dflash.ops.torch_ops import TorchOps
 

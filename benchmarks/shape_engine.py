@@ -25,8 +25,9 @@ from trtllm_dflash.engine.directory import CONFIG_FILE, read_config
 from trtllm_dflash.engine.paging import linear_paging
 from trtllm_dflash.ops.communicator import Solo
 from trtllm_dflash.session.calls import Copy, Decode, Prefill, Prepare, Step
-from trtllm_dflash.session.choice import Choice, Kernels, torch_choice
+from trtllm_dflash.session.choice import Choice, torch_choice
 from trtllm_dflash.session.device import pick_device
+from trtllm_dflash.session.kernels import Kernels
 from trtllm_dflash.session.limits import StepLimits
 from trtllm_dflash.session.session import Outcome, Session
 from trtllm_dflash.step import StepInputs, StepOutputs

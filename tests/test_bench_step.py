@@ -13,7 +13,7 @@ from trtllm_dflash.bench.step import StepBenchSettings, open_bench
 from trtllm_dflash.cost import rates
 from trtllm_dflash.cost.acceptance import TREE_GAINS, ImposedAcceptance
 from trtllm_dflash.cost.floor import Work, floor_seconds, step_work
-from trtllm_dflash.cost.rates import Rates
+from trtllm_dflash.cost.gpus import Rates
 from trtllm_dflash.cost.shapes import SHAPES, shape_config
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.step import Drafting
@@ -300,7 +300,7 @@ def test_ctrl_c_shows_what_is_finished(monkeypatch, tmp_path):
     ],
 )
 def test_what_cannot_be_timed_is_refused(arguments, words, monkeypatch):
-    monkeypatch.setattr("trtllm_dflash.session.ranks.launch_ranks", lambda tp, arguments: None)
+    monkeypatch.setattr("trtllm_dflash.session.launcher.launch_ranks", lambda tp, arguments: None)
     monkeypatch.setattr("trtllm_dflash.bench.step.World", lambda tp: pytest.fail("refused too late"))
     assert words in refusal("bench", "step", *arguments)
 

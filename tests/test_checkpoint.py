@@ -16,7 +16,8 @@ from tests.checkpoints import edit_config, edit_tensors, make_drafter, make_targ
 from trtllm_dflash.checkpoint.folder import CheckpointFolder
 from trtllm_dflash.checkpoint.hub import resolve
 from trtllm_dflash.checkpoint.pair import open_pair
-from trtllm_dflash.checkpoint.slicing import RankReader, check_tp
+from trtllm_dflash.checkpoint.ranks import check_tp
+from trtllm_dflash.checkpoint.slicing import RankReader
 from trtllm_dflash.errors import CheckpointError, DFlashError, PairError, SettingsError
 from trtllm_dflash.models import build_target, read_target_config
 from trtllm_dflash.models.decoder import DecoderConfig

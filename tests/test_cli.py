@@ -58,6 +58,32 @@ def test_the_module_runs_as_a_program_and_does_not_wait_for_torch():
         assert (done.returncode, done.stdout.split()[-1:], done.stderr) == (0, [__version__], "")
 
 
+def test_what_computes_nothing_does_not_wait_for_torch_either(tiny_engine, tmp_path):
+    script = f"""
+import sys
+from pathlib import Path
+import trtllm_dflash.serving.gateway, trtllm_dflash.serving.serve
+from trtllm_dflash.cli import main
+from trtllm_dflash.text.tokenizer import TextCodec
+
+def succeeds(*words):
+    try:
+        main(words)
+    except SystemExit as end:
+        assert not end.code
+
+succeeds("models")
+succeeds("deploy", "--engine", {str(tiny_engine)!r}, "--output", {str(tmp_path / "repository")!r})
+succeeds("launch", "--runtime", "vllm", "--model", "qwen3-8b", "--gpu", "h200", "--dry-run")
+assert TextCodec.load(Path({str(tiny_engine)!r}), {{}}).encode("what a gateway loads")
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "qwen3-8b" in done.stdout
+    assert (tmp_path / "repository" / "tensorrt_llm").is_dir()
+
+
 @pytest.mark.parametrize("name", main.commands)
 def test_every_command_says_what_it_and_each_of_its_options_does(name):
     text = succeeds(name, "--help")

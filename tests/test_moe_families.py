@@ -33,7 +33,7 @@ from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.bench.random_weights import random_weights
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.checkpoint.pair import open_pair
-from trtllm_dflash.checkpoint.slicing import check_tp
+from trtllm_dflash.checkpoint.ranks import check_tp
 from trtllm_dflash.cost.memory import plan_memory
 from trtllm_dflash.cost.shapes import SHAPES, shape_config
 from trtllm_dflash.errors import SettingsError

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from trtllm_dflash.ops.mxfp4 import BLOCK, NAN, dequantize, in_order, interleave
+from trtllm_dflash.ops.formats import E8M0_NAN, MXFP4_BLOCK
+from trtllm_dflash.ops.mxfp4 import dequantize, in_order, interleave
 
 
 def e2m1(code: int) -> float:
@@ -19,14 +20,14 @@ def test_every_number_at_every_scale_is_exact(dtype):
     # Block s has all sixteen codes in both halves of its bytes, at scale s.
     codes = [(code, 15 - code) for code in range(16)]
     block = torch.tensor([low | high << 4 for low, high in codes], dtype=torch.uint8)
-    scales = torch.arange(NAN, dtype=torch.uint8)
-    numbers = dequantize(block.expand(NAN, -1), scales, dtype)
-    assert numbers.shape == (NAN * BLOCK,)
+    scales = torch.arange(E8M0_NAN, dtype=torch.uint8)
+    numbers = dequantize(block.expand(E8M0_NAN, -1), scales, dtype)
+    assert numbers.shape == (E8M0_NAN * MXFP4_BLOCK,)
     largest = torch.finfo(dtype).max
-    for scale in range(NAN):
+    for scale in range(E8M0_NAN):
         for place, code in enumerate(code for pair in codes for code in pair):
             expected = math.ldexp(e2m1(code), scale - 127)
-            actual = float(numbers[scale * BLOCK + place])
+            actual = float(numbers[scale * MXFP4_BLOCK + place])
             assert actual == (expected if abs(expected) <= largest else math.copysign(math.inf, expected))
             assert math.copysign(1, actual) == math.copysign(1, expected)
 
@@ -51,7 +52,7 @@ def test_interleaved_words_are_a_step_or_two_from_pairs_of_bf16_and_come_back():
 
 def test_a_scale_that_is_not_a_number_gives_none():
     assert (
-        dequantize(torch.zeros(1, 16, dtype=torch.uint8), torch.tensor([NAN], dtype=torch.uint8), torch.float32)
+        dequantize(torch.zeros(1, 16, dtype=torch.uint8), torch.tensor([E8M0_NAN], dtype=torch.uint8), torch.float32)
         .isnan()
         .all()
     )

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.ops.mxfp4 import E2M1
-from trtllm_dflash.ops.nvfp4 import NVFP4, Transcoded, from_mxfp4
+from trtllm_dflash.ops.nvfp4 import NVFP4, from_mxfp4
+from trtllm_dflash.ops.transcoded import Transcoded
 
 Tensor = torch.Tensor
 

@@ -1,5 +1,8 @@
 """Tokens to text: what is released is the decoder's own text, never taken back, and ends before a stop string."""
 
+import json
+import shutil
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,6 +10,7 @@ from tokenizers import Tokenizer
 
 from tests.conftest import TINY
 from trtllm_dflash.text.stream import TextStream
+from trtllm_dflash.text.tokenizer import TextCodec
 
 TOKENIZER = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
 TOKENS = TOKENIZER.get_vocab()
@@ -103,3 +107,41 @@ def test_a_character_cut_off_at_the_end_is_shown_as_the_decoder_shows_it(missing
     assert stream.release() == "ok ", "half a character must not be released"
     stream.finish()
     assert stream.release() == decode(cut)[3:] != ""
+
+
+def test_the_tokenizer_of_an_engine_is_the_one_that_transformers_chooses(tiny_engine):
+    from transformers import AutoTokenizer
+
+    codec, chosen = TextCodec.load(tiny_engine, {}), AutoTokenizer.from_pretrained(tiny_engine, local_files_only=True)
+    assert codec is not None
+    assert codec.backend.to_str() == chosen.backend_tokenizer.to_str()
+    assert (codec.end_id, codec.pad_id) == (chosen.eos_token_id, chosen.pad_token_id)
+    chat = [{"role": "user", "content": "Tell a story."}]
+    assert codec.encode_chat(chat) == chosen.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("config.json", {"model_type": "gemma"}),
+        ("tokenizer_config.json", {"tokenizer_class": "GemmaTokenizer"}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["own.py", None]}}),
+    ],
+)
+def test_where_files_say_more_than_that_they_are_plain_transformers_chooses(file, said, tmp_path, monkeypatch):
+    import transformers
+
+    files = {"config.json": {}, "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast"}}
+    files[file] |= said
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    shutil.copy(TINY / "target" / "tokenizer.json", tmp_path)
+    asked, choose = [], transformers.AutoTokenizer.from_pretrained
+
+    def spy(folder, **options):
+        asked.append(folder)
+        return choose(TINY / "target")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", spy)
+    TextCodec.load(tmp_path, {})
+    assert asked == [tmp_path]

@@ -41,7 +41,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except DFlashError as error:
-            from trtllm_dflash.session.ranks import launched_rank
+            from trtllm_dflash.session.launcher import launched_rank
 
             if launched_rank():  # rank 0 speaks for all
                 sys.exit(1)

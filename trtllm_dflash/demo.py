@@ -24,7 +24,7 @@ from trtllm_dflash.text.tokenizer import TextCodec
 
 if TYPE_CHECKING:
     from trtllm_dflash.serving.client import TritonClient
-    from trtllm_dflash.session.choice import Kernels
+    from trtllm_dflash.session.kernels import Kernels
 
 
 _FRAMES_PER_SECOND = 20
@@ -135,7 +135,7 @@ def run_demo(
     codec = TextCodec.load(engine, read_config(engine).chat_arguments)
     if codec is None:
         raise EngineError(f"{engine}: the demo needs a tokenizer, and this engine has none")
-    check_trees(read_config(engine), draft_tree, pick_device(device))  # before a server is started
+    check_trees(read_config(engine), draft_tree, pick_device(device).type != "cpu")  # before a server is started
     # The whole block always: here drafting is compared with not drafting, and there is one client at a time.
     length = read_config(engine).block_size - 1
     settings = DeploySettings.model_validate(

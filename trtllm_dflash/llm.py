@@ -25,8 +25,9 @@ from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.service import Service
 from trtllm_dflash.runtime.settings import ServiceSettings
 from trtllm_dflash.session.calls import Prepare
-from trtllm_dflash.session.choice import Kernels, find_kernels
+from trtllm_dflash.session.choice import find_kernels
 from trtllm_dflash.session.device import pick_device
+from trtllm_dflash.session.kernels import Kernels
 from trtllm_dflash.session.ranks import World
 from trtllm_dflash.session.session import Session
 from trtllm_dflash.session.tensorrt_session import TensorRTSession, load_engine

@@ -20,13 +20,13 @@ from trtllm_dflash.build.settings import DEFAULT_MAX_SEQ_LEN
 from trtllm_dflash.checkpoint.folder import read_json
 from trtllm_dflash.checkpoint.hub import resolve
 from trtllm_dflash.checkpoint.quantized import MODELOPT_FILE
-from trtllm_dflash.engine.config import DTYPES
 from trtllm_dflash.engine.directory import CONFIG_FILE
+from trtllm_dflash.engine.dtypes import DTYPES
 from trtllm_dflash.errors import RequestError, SettingsError
 from trtllm_dflash.llm import LLM, read_input_ids
 from trtllm_dflash.models.weights import Precision
-from trtllm_dflash.session.choice import Kernels
 from trtllm_dflash.session.device import pick_device
+from trtllm_dflash.session.kernels import Kernels
 
 #: Our names of precisions by torch's names of types.
 _PRECISIONS: dict[str, Precision] = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}

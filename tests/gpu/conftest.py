@@ -1,7 +1,21 @@
 """What tests on a GPU share."""
 
+from pathlib import Path
+
 import pytest
 import torch
+
+
+class Unread(pytest.Module):
+    """A file of tests that is not read, and says why."""
+
+    def collect(self):
+        pytest.skip(f"{self.path.name} needs an NVIDIA GPU", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> Unread | None:
+    """Skips whole files where there is no GPU: each process of a run would make thousands of tests to skip them."""
+    return None if torch.cuda.is_available() else Unread.from_parent(parent, path=module_path)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from trtllm_dflash import LLM
 from trtllm_dflash.build.planning import as_planned, open_checkpoints, plan_engine
 from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.build.weights import read_engine_tensors
-from trtllm_dflash.engine.config import DTYPES
+from trtllm_dflash.engine.dtypes import DTYPES
 from trtllm_dflash.ops.communicator import TorchDistributed
 from trtllm_dflash.session.cuda_session import CudaSession
 

@@ -22,8 +22,8 @@ from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.build.weights import read_rank_weights
 from trtllm_dflash.ops.communicator import TorchDistributed
 from trtllm_dflash.session.calls import Decode, Prefill, Prepare
-from trtllm_dflash.session.choice import Kernels
 from trtllm_dflash.session.cuda_session import CudaSession
+from trtllm_dflash.session.kernels import Kernels
 from trtllm_dflash.session.trees import with_trees
 from trtllm_dflash.step import Drafting
 from trtllm_dflash.text.tokenizer import TextCodec

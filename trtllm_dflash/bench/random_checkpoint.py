@@ -20,10 +20,10 @@ from trtllm_dflash.engine.config import Progress
 from trtllm_dflash.models import build_target, read_target_config
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.models.weights import Content, Part, Weight
-from trtllm_dflash.ops.mxfp4 import ONE
+from trtllm_dflash.ops.formats import E8M0_ONE
 
 _STD = 0.02
-_POWER = ONE - 7  # the scale that makes MXFP4's numbers, about 3 in size, about as large as the others
+_POWER = E8M0_ONE - 7  # the scale that makes MXFP4's numbers, about 3 in size, about as large as the others
 _SHARD = 1 << 30  # bytes, but for a tensor that is larger
 
 #: `architectures` in config.json, which other runtimes choose their code by.

@@ -8,7 +8,8 @@ from trtllm_dflash.cost.memory import plan_memory
 from trtllm_dflash.cost.rates import free_memory
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.session.choice import Kernels, find_kernels
+from trtllm_dflash.session.choice import find_kernels
+from trtllm_dflash.session.kernels import Kernels
 from trtllm_dflash.session.ranks import World
 from trtllm_dflash.session.session import Session
 from trtllm_dflash.session.threads import limit_threads

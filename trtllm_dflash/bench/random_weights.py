@@ -8,10 +8,10 @@ from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import DRAFT_TO_TARGET, Drafter
 from trtllm_dflash.models.weights import Content, Weight, WeightPrecision
+from trtllm_dflash.ops.formats import E8M0_ONE, INT4_BLOCK, INT4_PACKED
 from trtllm_dflash.ops.fp8 import Fp8Weight, quantize_rows
-from trtllm_dflash.ops.int4 import INT4_BLOCK, PACKED, Int4Weight
+from trtllm_dflash.ops.int4 import Int4Weight
 from trtllm_dflash.ops.linear_weight import stored_tensors
-from trtllm_dflash.ops.mxfp4 import ONE
 
 #: Of random matrices, as models are initialised: activations stay far from what BF16 and FP16 hold.
 _STD = 0.02
@@ -53,7 +53,7 @@ def _dtype(weight: Weight, config: EngineConfig) -> torch.dtype:
 def _random_int4(weight: Weight, config: EngineConfig, rank: int, generator: torch.Generator) -> Int4Weight:
     """Whole numbers of about 5, all with the scale that makes them about as large as other matrices' numbers."""
     *stack, columns = weight.shape(config.tp, rank)
-    shape, device, most = (*stack, columns // PACKED), generator.device, torch.iinfo(torch.int32)
+    shape, device, most = (*stack, columns // INT4_PACKED), generator.device, torch.iinfo(torch.int32)
     values = torch.randint(most.min, most.max, shape, generator=generator, dtype=torch.int32, device=device)
     scale = torch.full((*stack, columns // INT4_BLOCK), _STD / 5, dtype=torch.bfloat16, device=device)
     return Int4Weight(values, scale)
@@ -63,5 +63,5 @@ def _random_bytes(weight: Weight, config: EngineConfig, rank: int, generator: to
     """MXFP4 bytes: numbers of about 3, all with the scale that makes them about as large as other matrices' numbers."""
     shape, device = weight.shape(config.tp, rank), generator.device
     if weight.parts[0].content is Content.E8M0:
-        return torch.full(shape, ONE + round(math.log2(_STD / 3)), dtype=torch.uint8, device=device)
+        return torch.full(shape, E8M0_ONE + round(math.log2(_STD / 3)), dtype=torch.uint8, device=device)
     return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8, device=device)

@@ -16,9 +16,9 @@ from trtllm_dflash.bench.machine import machine, versions
 from trtllm_dflash.bench.random_session import check_kernels, check_room, fill_caches, own_device, random_session
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.cost.floor import Work, floor_seconds, step_work
-from trtllm_dflash.cost.gpus import present_gpu
+from trtllm_dflash.cost.gpus import Rates, present_gpu
 from trtllm_dflash.cost.memory import plan_memory
-from trtllm_dflash.cost.rates import Rates, measure_rates
+from trtllm_dflash.cost.rates import measure_rates
 from trtllm_dflash.cost.shapes import SHAPES, asked_precision, find_shape, shape_config
 from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.directory import read_config
@@ -26,8 +26,9 @@ from trtllm_dflash.engine.ladder import LEAST_SHARING, MOST_SHARED_DRAFTS, share
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.session.calls import Decode, Piece, Place, Prefill, Prepare, Step
-from trtllm_dflash.session.choice import Choice, Kernels
+from trtllm_dflash.session.choice import Choice
 from trtllm_dflash.session.device import pick_device
+from trtllm_dflash.session.kernels import Kernels
 from trtllm_dflash.session.ranks import World
 from trtllm_dflash.session.session import Outcome, Session
 from trtllm_dflash.session.threads import limit_threads

@@ -24,8 +24,8 @@ from trtllm_dflash.catalog import chat_arguments_of
 from trtllm_dflash.checkpoint.folder import read_json
 from trtllm_dflash.checkpoint.hub import resolve
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
+from trtllm_dflash.checkpoint.ranks import check_tp
 from trtllm_dflash.checkpoint.shortlist import take_shortlist
-from trtllm_dflash.checkpoint.slicing import check_tp
 from trtllm_dflash.cost.gpus import GPUS
 from trtllm_dflash.cost.memory import check_fits
 from trtllm_dflash.engine.config import Backend, EngineConfig
@@ -35,7 +35,7 @@ from trtllm_dflash.kernels import HEAD_SIZES, why_no_delta_net
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import HEAD, Drafter, DrafterConfig
 from trtllm_dflash.ops.draft_tree import draft_tree
-from trtllm_dflash.ops.fp8 import FP8_MULTIPLE
+from trtllm_dflash.ops.formats import FP8_MULTIPLE
 from trtllm_dflash.ops.tensorrt_delta_net import NET_CHUNK
 from trtllm_dflash.ops.tensorrt_drafting import MOST_DRAFTS
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt

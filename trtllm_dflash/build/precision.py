@@ -12,8 +12,7 @@ from trtllm_dflash.models import pair_weights, target_weights
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import PREFIX, DrafterConfig
 from trtllm_dflash.models.weights import Precision, WeightPrecision, rounded_to_fp8
-from trtllm_dflash.ops.fp8 import FP8_BLOCK, FP8_MULTIPLE
-from trtllm_dflash.ops.int4 import INT4_BLOCK
+from trtllm_dflash.ops.formats import FP8_BLOCK, FP8_MULTIPLE, INT4_BLOCK
 
 #: Formats of few bits, as flags name them, and the compute capability from which on GPUs multiply them.
 Format: TypeAlias = Literal["fp8", "nvfp4"]

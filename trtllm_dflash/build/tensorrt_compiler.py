@@ -17,10 +17,10 @@ from trtllm_dflash.cost.gpus import capability, present_gpu
 from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.models.weights import units_per_rank
-from trtllm_dflash.ops.nvfp4 import Transcoded
 from trtllm_dflash.ops.tensorrt_attention import MOST_FUSED
 from trtllm_dflash.ops.tensorrt_delta_net import STATE_LENGTH
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
+from trtllm_dflash.ops.transcoded import Transcoded
 from trtllm_dflash.signals import is_heard
 
 MIB = 1 << 20

@@ -11,11 +11,11 @@ from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.draft_tree import draft_tree
-from trtllm_dflash.ops.nvfp4 import Transcoded
 from trtllm_dflash.ops.tensorrt_draft_tree import IS_TREE
 from trtllm_dflash.ops.tensorrt_ops import TensorRTOps, load_tensorrt
 from trtllm_dflash.ops.tensorrt_plugin import TensorRTPluginOps
 from trtllm_dflash.ops.tensorrt_tree_rows import PARENTS
+from trtllm_dflash.ops.transcoded import Transcoded
 from trtllm_dflash.session.plan_io import DECODE, IO, PREFILL, TYPES, Binding, Shape, step_io
 from trtllm_dflash.step import Drafting, DraftVerifyStep, StepInputs
 

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.weights import Content, Part
+
+if TYPE_CHECKING:  # safetensors imports it where tensors are read
+    import torch
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -107,7 +109,7 @@ class CheckpointFolder:
 
     def read(
         self, key: str, dimension: int | None = None, first: int = 0, last: int | None = None, matrix: int | None = None
-    ) -> torch.Tensor:
+    ) -> "torch.Tensor":
         """Reads a tensor, or its indices first..last-1 along a dimension, 0 to 2, and no other bytes.
 
         Of a stack of matrices, the one with a number; dimensions are then its own.

@@ -14,9 +14,10 @@ import torch
 from trtllm_dflash.checkpoint.folder import FLOATING_DTYPES, CheckpointFolder, read_json
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.weights import Part, Weight, WeightPrecision
-from trtllm_dflash.ops.fp8 import FP8, FP8_BLOCK, Fp8Weight
-from trtllm_dflash.ops.int4 import INT4_BLOCK, PACKED, Int4Weight
-from trtllm_dflash.ops.linear_weight import NVFP4_BLOCK, Nvfp4Weight, QuantizedWeight
+from trtllm_dflash.ops.formats import FP8_BLOCK, INT4_BLOCK, INT4_PACKED, NVFP4_BLOCK
+from trtllm_dflash.ops.fp8 import FP8, Fp8Weight
+from trtllm_dflash.ops.int4 import Int4Weight
+from trtllm_dflash.ops.linear_weight import Nvfp4Weight, QuantizedWeight
 
 #: ModelOpt's summary of what it did, beside config.json.
 MODELOPT_FILE = "hf_quant_config.json"
@@ -170,7 +171,7 @@ def read_matrix(
     if matrix.precision is WeightPrecision.INT4:
         scale = read(matrix.scale, column_unit=INT4_BLOCK)
         _check_finite(folder, matrix.scale, scale)
-        return Int4Weight(read(name, column_unit=PACKED), scale)
+        return Int4Weight(read(name, column_unit=INT4_PACKED), scale)
     values = read(name)
     _check_finite(folder, name, values)
     if matrix.precision is WeightPrecision.FP8_BLOCKS:
@@ -314,7 +315,7 @@ def _int4(folder: CheckpointFolder, name: str, shape: tuple[int, ...]) -> Quanti
     _check_dtype(folder, scale, ("BF16",))
     # The last is the matrix's own shape, which config.json says too.
     tensors = {scale: (outputs, inputs // INT4_BLOCK), _beside(name, "weight_shape"): (2,)}
-    return _matrix(folder, name, (outputs, inputs // PACKED), WeightPrecision.INT4, scale, tensors)
+    return _matrix(folder, name, (outputs, inputs // INT4_PACKED), WeightPrecision.INT4, scale, tensors)
 
 
 #: safetensors' type of a matrix in few bits -> its layout.

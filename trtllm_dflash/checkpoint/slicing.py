@@ -1,21 +1,18 @@
-"""One rank's engine tensors, assembled from slices of a checkpoint's; and numbers of ranks that a model allows."""
+"""One rank's engine tensors, assembled from slices of a checkpoint's."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
 from trtllm_dflash.checkpoint.folder import CheckpointFolder
 from trtllm_dflash.checkpoint.quantized import QuantizedMatrix, read_matrix
-from trtllm_dflash.errors import CheckpointError, SettingsError
-from trtllm_dflash.models.decoder import DecoderConfig
-from trtllm_dflash.models.drafter import DrafterConfig
+from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.weights import Content, Part, Split, Weight
+from trtllm_dflash.ops.formats import E8M0_NAN
 from trtllm_dflash.ops.fp8 import Fp8Weight
 from trtllm_dflash.ops.int4 import Int4Weight
 from trtllm_dflash.ops.linear_weight import Nvfp4Weight, QuantizedWeight
-from trtllm_dflash.ops.mxfp4 import NAN
 
 
 @dataclass(frozen=True)
@@ -122,7 +119,7 @@ class RankReader:
             values = values + 1 if part.less_one else values
         else:
             values = stored
-            if part.content is Content.E8M0 and bool((stored == NAN).any()):
+            if part.content is Content.E8M0 and bool((stored == E8M0_NAN).any()):
                 raise CheckpointError(f"{self.folder.path}: tensor {key} holds NaN; download the checkpoint again")
         if axis is not None:
             values = _pad(values, axis, part.held(self.tp, self.rank)[axis], part.content.padding)
@@ -132,31 +129,6 @@ class RankReader:
             # Padding is whole blocks of pairs, so that it stands behind the gates as behind the ups.
             values = values.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
         return values
-
-
-def check_tp(tp: int, target: DecoderConfig, drafter: DrafterConfig | None = None) -> None:
-    """Refuses a number of ranks that does not divide the models.
-
-    Raises:
-        SettingsError: names `--tp`, what it does not divide, and the values that would do.
-    """
-    configs = (target,) if drafter is None else (target, drafter)
-    for config in configs:
-        trouble = _indivisible(tp, config)
-        if trouble:
-            most = max(config.heads for config in configs)
-            fitting = [str(n) for n in range(1, most + 1) if not any(_indivisible(n, config) for config in configs)]
-            raise SettingsError(f"--tp {tp} does not divide {trouble}; possible: {', '.join(fitting)}")
-
-
-def unshared_heads(tp: int, heads: int, kv_heads: int) -> Literal["query", "key/value"] | None:
-    """Names the heads of a layer that `tp` ranks cannot share evenly; None: they can share both kinds.
-
-    Query heads are divided; a key/value head may be held by several neighbouring ranks.
-    """
-    if tp < 1 or heads % tp:
-        return "query"
-    return "key/value" if kv_heads % tp and tp % kv_heads else None
 
 
 def _as_numbers(folder: CheckpointFolder, key: str, stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -192,32 +164,3 @@ def _pad(x: torch.Tensor, axis: int, size: int, padding: int) -> torch.Tensor:
         return x
     rest = x.new_full((*x.shape[:axis], size - x.shape[axis], *x.shape[axis + 1 :]), padding)
     return torch.cat([x, rest], dim=axis)
-
-
-def _indivisible(tp: int, config: DecoderConfig) -> str | None:
-    """Names the part of a model that `tp` ranks cannot share evenly; None: they can share all of it."""
-    kv_heads = config.kv_heads
-    if config.full_attention is not None and unshared_heads(tp, config.heads, kv_heads) is None:
-        kv_heads = config.full_attention.kv_heads
-    heads = unshared_heads(tp, config.heads, kv_heads)
-    if heads == "query":
-        return f"the {config.heads} query heads"
-    delta = config.delta
-    if delta is not None and delta.key_heads % tp:
-        return f"the {delta.key_heads} key heads of its gated delta nets"
-    moe = config.moe
-    sizes = {"rows of the vocabulary": config.vocab_size}
-    if moe is None or moe.dense_layers or config.full_attention is not None:  # Gemma's experts stand beside one
-        sizes["FFN columns"] = config.intermediate_size
-    if moe is not None and moe.expert_parallel:
-        sizes["experts"] = moe.experts
-    elif moe is not None and not moe.mxfp4:  # whose blocks are padded
-        sizes["FFN columns of an expert"] = moe.intermediate_size
-    if moe is not None and moe.shared_size is not None:
-        sizes["FFN columns of the shared expert"] = moe.shared_size
-    if isinstance(config, DrafterConfig) and config.draft_vocab_size is not None:
-        sizes["rows of the draft vocabulary"] = config.draft_vocab_size
-    for name, size in sizes.items():
-        if size % tp:
-            return f"the {size} {name}"
-    return None if heads is None else f"the {kv_heads} key/value heads, nor they it"

@@ -47,7 +47,7 @@ def bench_step(json_file: Path | None, plot: Path | None, **flags: Any) -> None:
     """Time plain and drafted steps against the least that they could take."""
     from trtllm_dflash.bench.plot import check_plot, plot_steps
     from trtllm_dflash.bench.step import StepBenchSettings, open_bench, ranks_of
-    from trtllm_dflash.session.ranks import end_on_interrupt, launch_ranks, launched_rank
+    from trtllm_dflash.session.launcher import end_on_interrupt, launch_ranks, launched_rank
 
     settings = validated(StepBenchSettings, given(flags))
     for flag, file in {"--json": json_file, "--plot": plot}.items():

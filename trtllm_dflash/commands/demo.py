@@ -14,7 +14,7 @@ from trtllm_dflash.commands.kernels_option import kernels_option
 from trtllm_dflash.commands.terminal import progress_bar
 
 if TYPE_CHECKING:
-    from trtllm_dflash.session.choice import Kernels
+    from trtllm_dflash.session.kernels import Kernels
 
 _GPU = "sm120"  # what the demo compiles for, where TensorRT-RTX is installed
 

@@ -16,7 +16,7 @@ from trtllm_dflash.errors import SettingsError
 
 if TYPE_CHECKING:
     from trtllm_dflash.llm import LLM, Prompt, SamplingParams
-    from trtllm_dflash.session.choice import Kernels
+    from trtllm_dflash.session.kernels import Kernels
 
 
 @click.command()
@@ -58,7 +58,7 @@ def generate(
     """Generate replies; one prompt streams to the terminal."""
     from trtllm_dflash.engine.directory import read_config
     from trtllm_dflash.runtime.request import SamplingParams
-    from trtllm_dflash.session.ranks import end_on_interrupt, launch_ranks, launched_rank
+    from trtllm_dflash.session.launcher import end_on_interrupt, launch_ranks, launched_rank
 
     params = validated(SamplingParams, given(flags))
     if system is not None and not chat:

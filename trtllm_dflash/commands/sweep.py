@@ -159,7 +159,7 @@ def _sweep_server(settings: "SweepSettings", store: _Store, api_key_file: Path |
 
 def _sweep_local(settings: "SweepSettings", store: _Store) -> None:
     from trtllm_dflash.bench.machine import machine
-    from trtllm_dflash.session.ranks import end_on_interrupt, launch_ranks, launched_rank
+    from trtllm_dflash.session.launcher import end_on_interrupt, launch_ranks, launched_rank
     from trtllm_dflash.sweep.local_engine import open_local_engine, ranks_of, with_shape_defaults
     from trtllm_dflash.sweep.local_target import LocalTarget
     from trtllm_dflash.sweep.sweep import imposed_curve

@@ -9,8 +9,8 @@ from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
+from trtllm_dflash.cost.gpus import Rates
 from trtllm_dflash.cost.memory import computes_all_experts, plan_adds, stored_bytes
-from trtllm_dflash.cost.rates import Rates
 from trtllm_dflash.cost.states import net_state_bytes
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.models import target_weights

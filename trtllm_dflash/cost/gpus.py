@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
-
-from trtllm_dflash.cost.rates import Rates
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models.weights import Precision
 
@@ -18,6 +15,14 @@ RESERVED = 2 * GB
 #: TFLOP/s. Others of the kind differ by a percent or two: see the records in benchmarks/results.
 COPY_SHARE = 4.24 / 4.8
 GEMM_SHARE = 683 / 989
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The best bandwidth and arithmetic that a device was measured to reach."""
+
+    copy: float  # bytes read and written a second, copying within the device's memory
+    gemm: float  # floating-point operations a second, in one large matrix product of the engine's type
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,8 @@ def capability(name: str) -> int:
 
 def present_gpu() -> GPU | None:
     """Finds the GPU that this process computes on; None where there is none."""
+    import torch
+
     if not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(torch.cuda.current_device())

@@ -20,8 +20,7 @@ from math import log2
 from typing import Literal
 
 from trtllm_dflash.cost.floor import PartWork, StepCount, Work, experts_touched, floor_seconds, is_expert
-from trtllm_dflash.cost.gpus import PublishedGPU
-from trtllm_dflash.cost.rates import Rates
+from trtllm_dflash.cost.gpus import PublishedGPU, Rates
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.kernels import ALL_REDUCE_BYTES, ALL_REDUCE_RANKS, HALVES, OLDEST_GPU, SKINNY_ROWS, takes_nvfp4
 from trtllm_dflash.models import target_weights

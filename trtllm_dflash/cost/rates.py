@@ -4,22 +4,15 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from trtllm_dflash.cost.gpus import Rates
+
 _CUDA_COPY, _CPU_COPY = 1 << 30, 1 << 28  # bytes of each buffer: far beyond the caches
 _CUDA_GEMM, _CPU_GEMM = 8192, 1024  # rows and columns of each matrix
 _ROUNDS, _SECONDS = 5, 0.1  # seconds a round, at least
-
-
-@dataclass(frozen=True)
-class Rates:
-    """The best bandwidth and arithmetic that a device was measured to reach."""
-
-    copy: float  # bytes read and written a second, copying within the device's memory
-    gemm: float  # floating-point operations a second, in one large matrix product of the engine's type
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import torch
 
-from trtllm_dflash.checkpoint.slicing import check_tp
+from trtllm_dflash.checkpoint.ranks import check_tp
 from trtllm_dflash.cost.published import PUBLISHED, Shape, published_shape
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import SettingsError
@@ -14,7 +14,7 @@ from trtllm_dflash.models.dflash2 import PUBLISHED_KINDS
 from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.models.planned import PlannedConfig
 from trtllm_dflash.models.weights import WeightPrecision, rounded_to_fp8
-from trtllm_dflash.ops.fp8 import FP8_MULTIPLE
+from trtllm_dflash.ops.formats import FP8_MULTIPLE
 
 #: What a drafter has of its target.
 _TARGETS = ("vocab_size", "hidden_size", "norm_eps", "max_positions", "attention_bias")

@@ -1,16 +1,17 @@
 """`config.json` of an engine directory."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.models.weights import Precision
-from trtllm_dflash.ops.fp8 import FP8
-from trtllm_dflash.ops.nvfp4 import Transcoded
+from trtllm_dflash.ops.transcoded import Transcoded
+
+if TYPE_CHECKING:  # seconds of a process that computes nothing
+    import torch
 
 #: Called with what is being done, how much of it is done, and of how much.
 Progress = Callable[[str, int, int], None]
@@ -18,8 +19,6 @@ Progress = Callable[[str, int, int], None]
 SCHEMA_VERSION: Literal[1] = 1
 
 Backend = Literal["torch", "tensorrt"]
-
-DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class PlanSummary(BaseModel):
@@ -85,13 +84,17 @@ class EngineConfig(BaseModel):
         return sorted({size for model in models for size in model.head_sizes})
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> "torch.dtype":
         """The type of weights, activations and, unless `kv` gives another, caches."""
+        from trtllm_dflash.engine.dtypes import DTYPES
+
         return DTYPES[self.precision]
 
     @property
-    def cache_dtype(self) -> torch.dtype:
+    def cache_dtype(self) -> "torch.dtype":
         """The type of the caches."""
+        from trtllm_dflash.ops.fp8 import FP8
+
         return FP8 if self.kv == "fp8" else self.dtype
 
     @property

@@ -9,14 +9,16 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from trtllm_dflash.engine.config import SCHEMA_VERSION, EngineConfig
 from trtllm_dflash.errors import EngineError
+
+if TYPE_CHECKING:  # seconds of a process that computes nothing
+    import torch
 
 CONFIG_FILE = "config.json"
 
@@ -169,12 +171,14 @@ def check_shared_files(path: Path, config: EngineConfig) -> None:
             check_file(path, config, name)
 
 
-def load_weights(path: Path, config: EngineConfig, rank: int) -> dict[str, torch.Tensor]:
+def load_weights(path: Path, config: EngineConfig, rank: int) -> "dict[str, torch.Tensor]":
     """Loads and checks a rank's tensors.
 
     Raises:
         EngineError: the file is missing or not what was built.
     """
+    from safetensors.torch import load_file
+
     file = check_file(path, config, weights_file(rank))
     try:
         return load_file(file)

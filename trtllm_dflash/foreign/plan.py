@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from trtllm_dflash.catalog import CatalogEntry, find_entry
-from trtllm_dflash.checkpoint.slicing import unshared_heads
+from trtllm_dflash.checkpoint.ranks import unshared_heads
 from trtllm_dflash.cost.gpus import GB, GPU, GPUS, find_gpu, gigabytes, present_gpu
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.foreign.shapes import (

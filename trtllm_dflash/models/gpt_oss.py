@@ -11,7 +11,7 @@ from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig, read_decoder_
 from trtllm_dflash.models.moe import MoEDecoder, check_experts
 from trtllm_dflash.models.weights import Content, Part, Split, Weight, WeightPrecision
 from trtllm_dflash.ops.base import ClampedSwiglu
-from trtllm_dflash.ops.mxfp4 import BLOCK, BLOCK_BYTES
+from trtllm_dflash.ops.formats import MXFP4_BLOCK, MXFP4_BLOCK_BYTES
 
 #: What transformers takes these to be where config.json lacks them (GptOssConfig); other families' are others.
 _DEFAULTS = {
@@ -46,9 +46,9 @@ class GptOss(MoEDecoder):
             )
         except KeyError as missing:
             raise CheckpointError(f"config.json: {missing.args[0]!r} is missing") from None
-        if moe.mxfp4 and (base.hidden_size % BLOCK or moe.intermediate_size % BLOCK):
+        if moe.mxfp4 and (base.hidden_size % MXFP4_BLOCK or moe.intermediate_size % MXFP4_BLOCK):
             sizes = f"hidden_size {base.hidden_size} and intermediate_size {moe.intermediate_size}"
-            raise CheckpointError(f"config.json: {sizes} must be multiples of {BLOCK}, MXFP4's block")
+            raise CheckpointError(f"config.json: {sizes} must be multiples of {MXFP4_BLOCK}, MXFP4's block")
         windows = _windows(raw, base.layers)
         return base.model_copy(update={"moe": check_experts(moe), "windows": windows, "attention_sinks": True})
 
@@ -85,8 +85,8 @@ class GptOss(MoEDecoder):
             ]
         matrices = []
         for name, rows, columns in (("gate_up_proj", 2 * size, hidden), ("down_proj", hidden, size)):
-            shape = rows, columns // BLOCK
-            matrices.append(weight(name, "blocks", *shape, BLOCK_BYTES, content=Content.E2M1_PAIRS))
+            shape = rows, columns // MXFP4_BLOCK
+            matrices.append(weight(name, "blocks", *shape, MXFP4_BLOCK_BYTES, content=Content.E2M1_PAIRS))
             matrices.append(weight(name, "scales", *shape, content=Content.E8M0))
         return matrices + biases
 
@@ -100,7 +100,7 @@ class GptOss(MoEDecoder):
             return Split.ROWS, moe.experts
         if bias and not gate_up:
             return Split.FIRST_RANK, 1
-        units = moe.intermediate_size // BLOCK if moe.mxfp4 else moe.intermediate_size
+        units = moe.intermediate_size // MXFP4_BLOCK if moe.mxfp4 else moe.intermediate_size
         return (Split.COLUMNS if gate_up != transposed or bias else Split.THIRD), units
 
 

@@ -6,10 +6,7 @@ from enum import Enum
 from math import prod
 from typing import Any, Literal
 
-from trtllm_dflash.ops.fp8 import FP8_BLOCK
-from trtllm_dflash.ops.int4 import INT4_BLOCK
-from trtllm_dflash.ops.linear_weight import NVFP4_BLOCK
-from trtllm_dflash.ops.mxfp4 import ONE
+from trtllm_dflash.ops.formats import E8M0_ONE, FP8_BLOCK, INT4_BLOCK, NVFP4_BLOCK
 
 #: The types that an engine computes in.
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -44,7 +41,7 @@ class Content(Enum):
     @property
     def padding(self) -> int:
         """The element that padding consists of: with the others of its kind it makes zeros."""
-        return ONE if self is Content.E8M0 else 0
+        return E8M0_ONE if self is Content.E8M0 else 0
 
 
 class WeightPrecision(str, Enum):

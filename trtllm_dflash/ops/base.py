@@ -11,13 +11,15 @@ its own FFN columns and its own slice of the vocabulary.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from trtllm_dflash.ops.choosing import Logprobs, TokenMask
 from trtllm_dflash.ops.draft_tree import DraftTree
 from trtllm_dflash.ops.family_ops import FamilyOps
 from trtllm_dflash.ops.layers import AttentionLayer, ClampedSwiglu, DeltaLayer, LatentLayer, MoELayer
-from trtllm_dflash.ops.penalties import KeptShapes, Penalties
+
+if TYPE_CHECKING:  # they import torch, and models need none
+    from trtllm_dflash.ops.choosing import Logprobs, TokenMask
+    from trtllm_dflash.ops.penalties import KeptShapes, Penalties
 
 __all__ = [
     "Acceptance",
@@ -388,26 +390,26 @@ class Ops(FamilyOps[T], ABC, Generic[T]):
         the inverse CDF, in order of ids, at the row's uniform number.
         """
 
-    def penalize(self, logits: T, penalties: Penalties[T]) -> T:
+    def penalize(self, logits: T, penalties: "Penalties[T]") -> T:
         """Changes some rows of logits [1, R, V/tp]; returns all in FP32. A session without it refuses such requests."""
         raise NotImplementedError
 
-    def mask(self, logits: T, mask: TokenMask[T]) -> T:
+    def mask(self, logits: T, mask: "TokenMask[T]") -> T:
         """Rules tokens out in some rows of logits [1, R, V/tp]; returns all in FP32. Sessions as in `penalize`."""
         raise NotImplementedError
 
-    def shape(self, logits: T, shapes: KeptShapes, token_ids: T, start: T) -> T:
+    def shape(self, logits: T, shapes: "KeptShapes", token_ids: T, start: T) -> T:
         """Penalizes and masks logits [B, R, V/tp] of a captured step's rows; returns all in FP32. As in `penalize`.
 
         token_ids [B, Q] and start [B]: the step's, for each row's reply has those up to its own.
         """
         raise NotImplementedError
 
-    def argmax_shaped(self, logits: T, shapes: KeptShapes, token_ids: T, start: T) -> T:
+    def argmax_shaped(self, logits: T, shapes: "KeptShapes", token_ids: T, start: T) -> T:
         """Finds each row's most likely id of what `shape` gives."""
         return self.argmax(self.shape(logits, shapes, token_ids, start))
 
-    def log_probabilities(self, logits: T, ids: T) -> Logprobs[T]:
+    def log_probabilities(self, logits: T, ids: T) -> "Logprobs[T]":
         """Computes log-probabilities of each row's token, ids [B, R], and of the most likely ones. Shapes as `argmax`.
 
         The log of the softmax of the logits as they are, in FP32. A session without it refuses such

@@ -4,13 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
+from trtllm_dflash.ops.formats import FP8_BLOCK
+
 Tensor = torch.Tensor
 
 FP8 = torch.float8_e4m3fn
-#: What the sides of a matrix must be multiples of, or the hardware's products cannot take it.
-FP8_MULTIPLE = 16
-#: Sides of the blocks that share a scale, where it is not a row that does.
-FP8_BLOCK = 128
 
 _LARGEST = torch.finfo(FP8).max
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-Tensor = torch.Tensor
+from trtllm_dflash.ops.formats import INT4_BLOCK, INT4_PACKED
 
-#: Numbers of a row that share a scale, and that an int32 holds.
-INT4_BLOCK, PACKED = 32, 8
+Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +26,7 @@ class Int4Weight:
 
     def dequantize(self) -> Tensor:
         """Multiplies the numbers by their scales: FP32 [..., O, I], exact."""
-        shifts = torch.arange(0, 4 * PACKED, 4, dtype=torch.int32, device=self.values.device)
+        shifts = torch.arange(0, 4 * INT4_PACKED, 4, dtype=torch.int32, device=self.values.device)
         numbers = (self.values[..., None] >> shifts & 15).flatten(-2) - 8
         blocks: Tensor = numbers.float().unflatten(-1, (-1, INT4_BLOCK))
         return (blocks * self.scale.float()[..., None]).flatten(-2)

@@ -10,14 +10,12 @@ from typing import TypeAlias
 
 import torch
 
+from trtllm_dflash.ops.formats import NVFP4_BLOCK
 from trtllm_dflash.ops.fp8 import FP8, Fp8Weight, taken
 from trtllm_dflash.ops.int4 import Int4Weight
 from trtllm_dflash.ops.mxfp4 import unpack
 
 Tensor = torch.Tensor
-
-#: Numbers of a row that share a scale.
-NVFP4_BLOCK = 16
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,13 +8,9 @@ import functools
 import torch
 import torch.nn.functional as F
 
-Tensor = torch.Tensor
+from trtllm_dflash.ops.formats import E8M0_NAN, E8M0_ONE, MXFP4_BLOCK_BYTES
 
-#: Numbers that share a scale, and the bytes that hold them.
-BLOCK = 32
-BLOCK_BYTES = BLOCK // 2
-#: The scale bytes that stand for 1, and for not a number.
-ONE, NAN = 127, 255
+Tensor = torch.Tensor
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 #: The number of each half byte: three bits of magnitude, and the sign above them.
@@ -63,7 +59,7 @@ def in_order(words: Tensor) -> Tensor:
     for shift, pair in zip((0, 4, 8, 12), pairs, strict=True):
         nibbles = _shift_right(pair, 12) & 0x00080008 | _shift_right(pair, 6) & 0x00070007
         out = out | nibbles << shift
-    return out.view(torch.uint8).view(*words.shape[:-1], -1, BLOCK_BYTES)
+    return out.view(torch.uint8).view(*words.shape[:-1], -1, MXFP4_BLOCK_BYTES)
 
 
 def _rotate_left(words: Tensor, by: int) -> Tensor:
@@ -90,5 +86,5 @@ def unpack(packed: Tensor) -> Tensor:
 def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
     """Tables of the two numbers of each byte [256, 2], and of each scale's power of two [256, 1]; FP32, copied once."""
     pairs = [[E2M1[byte & 15], E2M1[byte >> 4]] for byte in range(256)]
-    powers = [[2.0 ** (scale - ONE)] for scale in range(NAN)] + [[float("nan")]]
+    powers = [[2.0 ** (scale - E8M0_ONE)] for scale in range(E8M0_NAN)] + [[float("nan")]]
     return torch.tensor(pairs, device=device), torch.tensor(powers, device=device)

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from trtllm_dflash.errors import CheckpointError
-from trtllm_dflash.ops.mxfp4 import E2M1, NAN, ONE
+from trtllm_dflash.ops.formats import E8M0_NAN, E8M0_ONE
+from trtllm_dflash.ops.mxfp4 import E2M1
+from trtllm_dflash.ops.transcoded import Transcoded
 
 Tensor = torch.Tensor
 
@@ -32,35 +34,16 @@ class NVFP4:
     scale: Tensor  # [] float32
 
 
-@dataclass(frozen=True)
-class Transcoded:
-    """Counts of MXFP4 blocks of 32 numbers that were made NVFP4, and the error; several tensors add up."""
-
-    blocks: int = 0
-    rounded: int = 0  # some of their numbers are others now
-    largest_error: float = 0.0  # of one number
-
-    def __add__(self, other: "Transcoded") -> "Transcoded":
-        error = max(self.largest_error, other.largest_error)
-        return Transcoded(self.blocks + other.blocks, self.rounded + other.rounded, error)
-
-    def __str__(self) -> str:
-        said = f"{self.blocks:,} blocks of MXFP4 as NVFP4, "
-        if not self.rounded:
-            return said + "all exact"
-        return said + f"{self.rounded:,} of them rounded, by at most {self.largest_error:.3g}"
-
-
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> tuple[NVFP4, Transcoded]:
     """Converts MXFP4's blocks [..., n, 16] and scales [..., n], both uint8, to NVFP4 [..., n * 32]; counts losses.
 
     Raises:
         CheckpointError: a scale is not a number.
     """
-    if bool((scales == NAN).any()):
+    if bool((scales == E8M0_NAN).any()):
         raise CheckpointError("an MXFP4 scale is not a number: the checkpoint is damaged")
     is_zero = (blocks & 0x77 == 0).all(dim=-1)
-    exponents = torch.where(is_zero, ONE, scales.int()) - ONE
+    exponents = torch.where(is_zero, E8M0_ONE, scales.int()) - E8M0_ONE
     power = _tensor_power(exponents[~is_zero])
     wanted = torch.where(is_zero, 0, exponents - power)  # [..., n]
     held = wanted.clamp(LEAST, MOST)

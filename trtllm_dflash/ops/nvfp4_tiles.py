@@ -4,15 +4,16 @@ from dataclasses import dataclass
 
 import torch
 
+from trtllm_dflash.ops.formats import MXFP4_BLOCK, MXFP4_BLOCK_BYTES, NVFP4_BLOCK
 from trtllm_dflash.ops.fp8 import taken
-from trtllm_dflash.ops.linear_weight import NVFP4_BLOCK, Nvfp4Weight
-from trtllm_dflash.ops.mxfp4 import BLOCK, BLOCK_BYTES, in_order, interleave
+from trtllm_dflash.ops.linear_weight import Nvfp4Weight
+from trtllm_dflash.ops.mxfp4 import in_order, interleave
 
 Tensor = torch.Tensor
 
 #: Rows whose scales lie beside each other, and scales of each there: a copy of 16 bytes, which a warp reads by eight
 #: rows at once.
-_ROWS, _SCALES = 8, BLOCK // NVFP4_BLOCK
+_ROWS, _SCALES = 8, MXFP4_BLOCK // NVFP4_BLOCK
 #: The code of E4M3's NaN; those beyond it have a sign.
 _NAN = 0x7F
 
@@ -42,13 +43,13 @@ def have_tiles(values: Tensor, scale: Tensor) -> bool:
 
     They read no sign of a scale, and a NaN as 480; ModelOpt writes neither. Waits for the device.
     """
-    is_whole = values.shape[-2] % _ROWS == 0 and values.shape[-1] % BLOCK_BYTES == 0
+    is_whole = values.shape[-2] % _ROWS == 0 and values.shape[-1] % MXFP4_BLOCK_BYTES == 0
     return is_whole and not bool((scale.view(torch.uint8) >= _NAN).any())
 
 
 def interleave_values(values: Tensor) -> Tensor:
     """Puts numbers uint8 [..., O, I / 2] in the order of `mxfp4.interleave`: int32 [..., O, I / 8]."""
-    return interleave(values.unflatten(-1, (-1, BLOCK_BYTES)))
+    return interleave(values.unflatten(-1, (-1, MXFP4_BLOCK_BYTES)))
 
 
 def tile_scales(scale: Tensor) -> Tensor:

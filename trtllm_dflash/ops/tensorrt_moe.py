@@ -30,10 +30,11 @@ from trtllm_dflash.ops.fp8 import Fp8Weight
 from trtllm_dflash.ops.int4 import Int4Weight
 from trtllm_dflash.ops.linear_weight import Nvfp4Weight, QuantizedWeight, linear_weight
 from trtllm_dflash.ops.mxfp4 import dequantize
-from trtllm_dflash.ops.nvfp4 import Transcoded, from_mxfp4
+from trtllm_dflash.ops.nvfp4 import from_mxfp4
 from trtllm_dflash.ops.tensorrt_layers import ITensor
 from trtllm_dflash.ops.tensorrt_quantized import TensorRTQuantized
 from trtllm_dflash.ops.tensorrt_routing import TensorRTRouting
+from trtllm_dflash.ops.transcoded import Transcoded
 
 Tensor = torch.Tensor
 

@@ -2,9 +2,10 @@
 
 import torch
 
-from trtllm_dflash.ops.fp8 import FP8_BLOCK, Fp8Weight
+from trtllm_dflash.ops.formats import FP8_BLOCK, NVFP4_BLOCK
+from trtllm_dflash.ops.fp8 import Fp8Weight
 from trtllm_dflash.ops.int4 import Int4Weight
-from trtllm_dflash.ops.linear_weight import NVFP4_BLOCK, Nvfp4Weight, QuantizedWeight
+from trtllm_dflash.ops.linear_weight import Nvfp4Weight, QuantizedWeight
 from trtllm_dflash.ops.tensorrt_layers import ITensor, TensorRTLayers
 
 

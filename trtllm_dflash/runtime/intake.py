@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import LongPromptError, RequestError, SettingsError
 from trtllm_dflash.runtime.request import DEFAULT_PRIORITY, SamplingParams, Sequence
-from trtllm_dflash.session.calls import MOST_BAD_RUNS, MOST_BAD_TOKENS
+from trtllm_dflash.session.limits import MOST_BAD_RUNS, MOST_BAD_TOKENS
 from trtllm_dflash.text.stream import TextStream
 from trtllm_dflash.text.tokenizer import TextCodec
 

@@ -39,7 +39,7 @@ from trtllm_dflash.serving.tensors import (
     response,
     wants_codes,
 )
-from trtllm_dflash.session.choice import Kernels
+from trtllm_dflash.session.kernels import Kernels
 from trtllm_dflash.session.threads import limit_threads
 from trtllm_dflash.session.trees import tree_beside
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trtllm_dflash.serving.triton import STUB
-from trtllm_dflash.session.ranks import RANK_VARIABLES
+from trtllm_dflash.session.launcher import RANK_VARIABLES
 
 #: In the environment of every process of a server, with the server's own name.
 MARK = "TRTLLM_DFLASH_SERVER"

@@ -5,14 +5,13 @@ from pathlib import Path
 from string import Template
 from typing import Annotated, Literal
 
-import torch
 from pydantic import ConfigDict, Field
 
 from trtllm_dflash.engine.directory import read_config, written_aside
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.runtime.draft_length import check_draft_length
 from trtllm_dflash.runtime.settings import ServiceSettings
-from trtllm_dflash.session.choice import Kernels
+from trtllm_dflash.session.kernels import Kernels
 from trtllm_dflash.session.trees import DraftTreeChoice, check_trees
 
 #: Begins every configuration that `deploy` writes; it is how a repository is known to be ours.
@@ -85,7 +84,7 @@ def render(engine: Path, settings: DeploySettings) -> dict[str, str]:
     config = read_config(engine)
     check_draft_length(settings.draft_length, config.block_size)
     # Where `auto` finds a GPU, loading refuses trees.
-    check_trees(config, settings.draft_tree, torch.device("cuda" if settings.device == "cuda" else "cpu"))
+    check_trees(config, settings.draft_tree, on_gpu=settings.device == "cuda")
     values = {
         "engine": _escaped(os.path.abspath(engine)),
         "max_batch_size": str(config.max_batch),

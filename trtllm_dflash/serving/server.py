@@ -24,7 +24,7 @@ from trtllm_dflash.serving.log import said_at_load
 from trtllm_dflash.serving.processes import Process, find_processes, kill_processes
 from trtllm_dflash.serving.stalls import Stalls
 from trtllm_dflash.serving.triton import find_triton, shut_off
-from trtllm_dflash.session.ranks import PATIENT, find_launcher
+from trtllm_dflash.session.launcher import PATIENT, find_launcher
 
 RANK_MODEL = "tensorrt_llm"  # what the ranks beyond the first load
 DRAIN_SECONDS = 30.0  # that running requests get when the server is told to end

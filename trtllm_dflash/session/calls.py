@@ -11,10 +11,6 @@ from trtllm_dflash.step import Drafting
 
 _DRAFTING = list(Drafting)
 
-#: Runs of tokens that one reply may be kept from, and the tokens of each.
-MOST_BAD_RUNS = 64
-MOST_BAD_TOKENS = 8
-
 
 @dataclass(frozen=True)
 class SlotSampling:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -18,10 +17,7 @@ from trtllm_dflash.models.moe import describe_experts
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.cuda_experts import takes_experts
 from trtllm_dflash.ops.cuda_slots import CudaSlots
-
-#: What `--kernels` takes: our CUDA kernels where they compute the model ("auto"), those that give a row the same bits
-#: whatever else is in the batch ("exact"), or torch's alone.
-Kernels = Literal["auto", "exact", "torch"]
+from trtllm_dflash.session.kernels import Kernels
 
 TORCH = "torch"
 

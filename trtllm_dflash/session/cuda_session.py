@@ -40,7 +40,6 @@ from trtllm_dflash.session.captured_trees import path_moves
 from trtllm_dflash.session.choice import (
     TORCH,
     Choice,
-    Kernels,
     experts_of,
     find_kernels,
     find_parts,
@@ -49,6 +48,7 @@ from trtllm_dflash.session.choice import (
     torch_choice,
 )
 from trtllm_dflash.session.graphs import StepGraphs, decoded_rows, words_of
+from trtllm_dflash.session.kernels import Kernels
 from trtllm_dflash.session.limits import StepLimits
 from trtllm_dflash.session.report import Report
 from trtllm_dflash.session.session import Outcome
@@ -74,7 +74,7 @@ class CudaSession(TorchSession):
     """Runs captured steps.
 
     Args: as in `TorchSession`, and
-        kernels: as `--kernels` takes them, see `session.choice.Kernels`.
+        kernels: as `--kernels` takes them, see `session.kernels.Kernels`.
 
     Raises:
         EngineError: as `Session`; and our kernels compute such an engine and are missing, stale or not for this GPU.

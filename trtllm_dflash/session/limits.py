@@ -1,6 +1,10 @@
-"""The steps that a session takes."""
+"""The steps that a session takes, and what it takes of one reply."""
 
 from dataclasses import dataclass
+
+#: Runs of tokens that one reply may be kept from, and the tokens of each.
+MOST_BAD_RUNS = 64
+MOST_BAD_TOKENS = 8
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ import torch
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.kernels import KeptPenalties
 from trtllm_dflash.ops.penalties import ANY, NONE, Penalties
-from trtllm_dflash.session.calls import MOST_BAD_RUNS, MOST_BAD_TOKENS, SlotPenalties
+from trtllm_dflash.session.calls import SlotPenalties
+from trtllm_dflash.session.limits import MOST_BAD_RUNS, MOST_BAD_TOKENS
 
 Tensor = torch.Tensor
 

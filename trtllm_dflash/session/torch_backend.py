@@ -4,8 +4,8 @@ import torch
 
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.ops.communicator import Communicator
-from trtllm_dflash.session.choice import Kernels
 from trtllm_dflash.session.cuda_session import CudaSession
+from trtllm_dflash.session.kernels import Kernels
 from trtllm_dflash.session.torch_session import SlotAccept, TorchSession
 
 Tensor = torch.Tensor

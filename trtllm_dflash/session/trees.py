@@ -1,16 +1,17 @@
 """The choice of a session's trees of drafts: chains, or trees of so many nodes, where it can verify them."""
 
-from typing import Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
-import torch
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError
 
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import SettingsError
-from trtllm_dflash.kernels import MOST_JOINED
 from trtllm_dflash.ops.draft_tree import TREE_SIZES, listed_nodes
-from trtllm_dflash.session.choice import Kernels, why_not_flat
+from trtllm_dflash.session.kernels import Kernels
+
+if TYPE_CHECKING:  # seconds of a process that computes nothing
+    import torch
 
 _CHOICES = f"choose auto, off, {', '.join(map(str, TREE_SIZES[:-1]))} or {TREE_SIZES[-1]}"
 
@@ -33,7 +34,7 @@ _AUTO_NODES, _AUTO_BLOCK = 15, 16
 
 
 def with_trees(
-    config: EngineConfig, choice: int | str, device: torch.device, kernels: Kernels = "auto"
+    config: EngineConfig, choice: int | str, device: "torch.device", kernels: Kernels = "auto"
 ) -> EngineConfig:
     """Makes an engine's configuration with the trees that its session is to draft.
 
@@ -45,7 +46,7 @@ def with_trees(
     Raises:
         SettingsError: there is no such choice, or the engine or the device cannot verify such trees.
     """
-    nodes = check_trees(config, choice, device)
+    nodes = check_trees(config, choice, device.type != "cpu")
     if nodes is None and config.backend == "tensorrt":
         nodes = config.plan_tree
     elif nodes is None:
@@ -53,14 +54,14 @@ def with_trees(
     return config.model_copy(update={"draft_tree": nodes})
 
 
-def check_trees(config: EngineConfig, choice: int | str, device: torch.device) -> int | None:
-    """Checks a choice of trees, and leaves the device alone: their nodes, None for auto. Errors as in `with_trees`."""
+def check_trees(config: EngineConfig, choice: int | str, on_gpu: bool) -> int | None:
+    """Checks a choice of trees, and looks at no device: their nodes, None for auto. Errors as in `with_trees`."""
     try:
         read = _READER.validate_python(choice)
     except ValidationError:
         raise SettingsError(f"--draft-tree {choice}: {_CHOICES}") from None
     nodes = read if isinstance(read, int) else 0
-    reason = _why_not(config, nodes, device) if nodes else None
+    reason = _why_not(config, nodes, on_gpu) if nodes else None
     if reason is not None:
         raise SettingsError(f"--draft-tree {choice}: {reason}")
     return None if read == "auto" else nodes
@@ -72,20 +73,24 @@ def tree_beside(choice: int | str, draft_length: int | str, block_size: int) -> 
     return "off" if choice == "auto" and is_short else choice
 
 
-def _are_faster(config: EngineConfig, device: torch.device, kernels: Kernels) -> bool:
+def _are_faster(config: EngineConfig, device: "torch.device", kernels: Kernels) -> bool:
     """Whether trees are known to commit more tokens a second than chains of as many rows (benchmarks/results).
 
     With exact kernels they are taken to: attention of 16 rows takes as long in a tree as in a chain there.
     """
+    import torch
+
+    from trtllm_dflash.session.choice import why_not_flat
+
     if device.type != "cuda" or kernels == "torch" or not torch.cuda.is_available():
         return False
     is_measured = config.block_size == _AUTO_BLOCK and config.tp == 1 and config.target.moe is None
-    if not is_measured or _why_not(config, _AUTO_NODES, device) is not None:
+    if not is_measured or _why_not(config, _AUTO_NODES, on_gpu=True) is not None:
         return False
     return why_not_flat(config, torch.cuda.get_device_capability(device)) is None
 
 
-def _why_not(config: EngineConfig, nodes: int, device: torch.device) -> str | None:
+def _why_not(config: EngineConfig, nodes: int, on_gpu: bool) -> str | None:
     """Explains why an engine cannot verify trees of so many nodes there; None where it can."""
     reason = why_no_trees(config, nodes)
     if reason is not None:
@@ -93,14 +98,21 @@ def _why_not(config: EngineConfig, nodes: int, device: torch.device) -> str | No
     if config.backend == "tensorrt":
         built = f"trees of {config.plan_tree}" if config.plan_tree else "chains"
         return None if nodes == config.plan_tree else f"this plan drafts {built}; leave it out, or build with it"
-    if device.type != "cpu" and config.dtype == torch.float32:
+    return _why_not_on_gpu(config) if on_gpu else None
+
+
+def _why_not_on_gpu(config: EngineConfig) -> str | None:
+    """Explains why our kernels cannot verify trees of these models; None where they can."""
+    from trtllm_dflash.kernels import MOST_JOINED
+
+    if config.precision == "fp32":
         return "on a GPU trees need our CUDA kernels, which compute bf16 and fp16; leave it out"
     shortest = min((window for window in config.target.windows or () if window is not None), default=None)
-    if device.type != "cpu" and shortest is not None and shortest < config.block_size:
+    if shortest is not None and shortest < config.block_size:
         return f"on a GPU trees need windows of at least a block; this target's is {shortest}"
     assert config.drafter is not None
     taps = len(config.drafter.tap_layers)
-    if device.type != "cpu" and taps > MOST_JOINED:
+    if taps > MOST_JOINED:
         return f"on a GPU trees need a drafter of at most {MOST_JOINED} taps; this one has {taps}"
     return None
 

@@ -7,7 +7,7 @@ import torch
 from trtllm_dflash.cost.memory import cache_shapes
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.models.drafter import PREFIX
-from trtllm_dflash.models.rope import rope_tables
+from trtllm_dflash.models.rope_tables import rope_tables
 from trtllm_dflash.ops.cpu_products import packed, why_inexact
 from trtllm_dflash.ops.cuda_experts import is_joined
 from trtllm_dflash.ops.fp8 import Fp8Weight, multiplies_fp8

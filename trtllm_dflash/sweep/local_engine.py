@@ -17,8 +17,8 @@ from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.runtime.service import Service
 from trtllm_dflash.runtime.settings import ServiceSettings
-from trtllm_dflash.session.choice import Kernels
 from trtllm_dflash.session.device import pick_device
+from trtllm_dflash.session.kernels import Kernels
 from trtllm_dflash.session.ranks import World
 from trtllm_dflash.session.threads import limit_threads
 from trtllm_dflash.session.trees import tree_beside, with_trees

@@ -10,7 +10,7 @@ from trtllm_dflash.bench.step import Numbers
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.runtime.draft_length import DraftLengthChoice
 from trtllm_dflash.runtime.request import MaxTokens, SamplingParams, Temperature, TopK, TopP
-from trtllm_dflash.session.choice import Kernels
+from trtllm_dflash.session.kernels import Kernels
 from trtllm_dflash.session.trees import DraftTreeChoice
 from trtllm_dflash.sweep.load import Amount, Arm, ClosedLoop, Load, OpenLoop
 

@@ -1,7 +1,9 @@
 """The engine's tokenizer and chat format, through Hugging Face transformers; files only, never remote code."""
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -76,10 +78,8 @@ class TextCodec:
                 return cls.load(Path(converted), chat_arguments)
         if not (folder / "tokenizer.json").is_file():
             return None
-        from transformers import AutoTokenizer
-
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            tokenizer = _load(folder)
         except Exception as error:  # the library raises whatever its parsers raise
             raise EngineError(f"{folder}: the tokenizer cannot be loaded: {str(error).splitlines()[0]}") from error
         try:
@@ -252,6 +252,36 @@ class TextCodec:
         if self._hidden is None:
             return str(self._tokenizer.decode(ids, skip_special_tokens=True))
         return str(self._tokenizer.decode([token for token in ids if token not in self._hidden]))
+
+
+def _load(folder: Path) -> "PreTrainedTokenizerFast":
+    """Loads a folder's tokenizer as transformers' AutoTokenizer does.
+
+    That one imports torch, seconds of a process that computes nothing: so it is not asked where it has no choice.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    if not _is_plain(folder):
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+
+
+def _is_plain(folder: Path) -> bool:
+    """Whether tokenizer.json says all of a tokenizer, by its class in the folder of an engine, which names no model."""
+    said = {name: _read_object(folder / name) for name in ("config.json", "tokenizer_config.json")}
+    if "model_type" in said["config.json"] or "auto_map" in said["tokenizer_config.json"]:
+        return False
+    return said["tokenizer_config.json"].get("tokenizer_class") in ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    """Reads an object of a JSON file; an empty one where there is none, which is transformers' to say."""
+    with suppress(OSError, ValueError):
+        read = json.loads(file.read_text(encoding="utf-8"))
+        return read if isinstance(read, dict) else {}
+    return {}
 
 
 def _most_bytes_of_a_token(tokenizer: Tokenizer) -> int | None:

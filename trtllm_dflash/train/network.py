@@ -13,7 +13,7 @@ from torch import nn
 
 from trtllm_dflash.models.dflash2 import PREDECESSOR, SUCCESSOR
 from trtllm_dflash.models.drafter import PREFIX, Drafter, DrafterConfig
-from trtllm_dflash.models.rope import rope_tables
+from trtllm_dflash.models.rope_tables import rope_tables
 from trtllm_dflash.ops.base import AttentionLayer, Context, Ops
 from trtllm_dflash.ops.drafting import Candidates, Gate
 from trtllm_dflash.ops.torch_ops import TorchOps

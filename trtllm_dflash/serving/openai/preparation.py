@@ -30,7 +30,7 @@ from trtllm_dflash.serving.openai.requests import (
 from trtllm_dflash.serving.openai.response_form import ResponseForm
 from trtllm_dflash.serving.openai.responses import ResponsesRequest
 from trtllm_dflash.serving.parameters import LONGEST_STOP, MOST_STOPS
-from trtllm_dflash.session.calls import MOST_BAD_RUNS
+from trtllm_dflash.session.limits import MOST_BAD_RUNS
 from trtllm_dflash.text.reply.call_grammar import call_grammar
 from trtllm_dflash.text.reply.grammar_terms import Callee
 from trtllm_dflash.text.reply.harmony_form import harmony_form

@@ -1,0 +1,63 @@
+"""The processes of tensor-parallel ranks, as an MPI launcher starts and ends them."""
+
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+from trtllm_dflash.errors import EngineError
+from trtllm_dflash.signals import is_heard
+
+#: Variables of ranks, for MPICH: with memory that they share, each polls until all have begun, on others' cores.
+PATIENT = {"MPIR_CVAR_NOLOCAL": "1"}
+RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # MPICH and Intel MPI; PMIx; Open MPI
+
+
+def launched_rank() -> int | None:
+    """Finds this process's rank; None where no MPI launcher started it."""
+    ranks = [int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ]
+    return ranks[0] if ranks else None
+
+
+def find_launcher(tp: int) -> str:
+    """Finds mpiexec: beside this Python, else on PATH.
+
+    Raises:
+        EngineError: there is none.
+    """
+    beside = Path(sys.executable).parent / "mpiexec"
+    launcher = str(beside) if beside.is_file() else shutil.which("mpiexec")
+    if launcher is None:
+        raise EngineError(f"tp {tp} needs {tp} MPI processes and there is no mpiexec: pip install 'trtllm-dflash[tp]'")
+    return launcher
+
+
+def launch_ranks(tp: int, arguments: list[str]) -> None:
+    """Replaces this process by `tp` MPI ranks that each run `trtllm-dflash` with these arguments.
+
+    Raises:
+        EngineError: no MPI launcher is installed.
+    """
+    launcher = find_launcher(tp)
+    sys.stdout.flush()
+    os.execv(launcher, [launcher, "-n", str(tp), sys.executable, "-m", "trtllm_dflash", *arguments])
+
+
+def end_on_interrupt() -> None:
+    """Lets Ctrl-C end the ranks at once: rank 0 leaves, whatever call it is in, and the launcher ends the others.
+
+    An exception in the middle of a step would leave the other ranks waiting for this one.
+    """
+    if not is_heard(signal.SIGINT):
+        return
+    if launched_rank() == 0:
+        signal.signal(signal.SIGINT, lambda *_: _leave())
+    elif launched_rank() is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _leave() -> None:
+    sys.stderr.write("error: interrupted\n")
+    sys.stderr.flush()
+    os._exit(128 + signal.SIGINT)
