@@ -8,13 +8,6 @@ namespace dflash
 namespace delta
 {
 
-__device__ __forceinline__ void copy_bytes(uint32_t to, void const* from, int bytes, uint32_t barrier)
-{
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-        "l"(from), "r"(bytes), "r"(barrier)
-        : "memory");
-}
-
 // A block has some values of a head, of one segment. A warp has 16 of them and a part of the keys: the warps of the
 // same values exchange what rows read. So there are enough of them to wait for different things.
 template <int kSize>

@@ -33,13 +33,6 @@ __device__ __forceinline__ void copy_inputs(uint32_t to, CUtensorMap const& map,
         : "memory");
 }
 
-__device__ __forceinline__ void copy_bytes(uint32_t to, void const* from, int bytes, uint32_t barrier)
-{
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-        "l"(from), "r"(bytes), "r"(barrier)
-        : "memory");
-}
-
 // -- shared memory ----------------------------------------------------------------------------------------------------
 
 // A place in a ring, and the phase of its barriers.

@@ -71,6 +71,14 @@ __device__ __forceinline__ void wait_for_phase(uint32_t barrier, uint32_t parity
     }
 }
 
+// Begins a bulk copy into shared memory, a multiple of 16 bytes, which the barrier counts.
+__device__ __forceinline__ void copy_bytes(uint32_t to, void const* from, int bytes, uint32_t barrier)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier)
+        : "memory");
+}
+
 // -- the cluster's barrier --------------------------------------------------------------------------------------------
 
 // Arrives, a whole warp at once, and goes on. Of its writes others then see only the barriers that it has shown.
