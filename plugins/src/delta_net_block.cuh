@@ -144,7 +144,7 @@ struct Block
     __device__ __forceinline__ void absorb_pending(State& state, int accepted) const
     {
         DeltaLane const at;
-        LeftParts const left[2] = {left_of(shared.pending_behind, 0), left_of(shared.pending_behind, 8)};
+        LeftParts const left[2] = {left_of(0), left_of(8)};
         if constexpr (D::kIsWhole)
         {
             state.absorb(*shared.pending_kept, accepted > 8, left,
@@ -162,13 +162,13 @@ struct Block
         }
     }
 
-    // What the warp's values write of rows from `first` on, by what is left of each row.
-    __device__ __forceinline__ LeftParts left_of(float const* behind, int first) const
+    // What the warp's values write of pending rows from `first` on, by what is left of each row.
+    __device__ __forceinline__ LeftParts left_of(int first) const
     {
         DeltaLane const at;
         int const row = first + 2 * at.column;
         float const* const from = shared.writes + row * S::kValueStride + 16 * tile + at.row;
-        float const left[2] = {behind[row], behind[row + 1]};
+        float const left[2] = {shared.pending_behind[row], shared.pending_behind[row + 1]};
         return {
             from[0] * left[0], from[S::kValueStride] * left[1], from[8] * left[0], from[S::kValueStride + 8] * left[1]};
     }

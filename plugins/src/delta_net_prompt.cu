@@ -155,20 +155,12 @@ cudaError_t launch_of_size(dflash_delta_net_params const& p, void* workspace, cu
     }
 }
 
-template <int kSize>
-int64_t numbers_of_place(dflash_delta_net_params const& p)
-{
-    return delta::PromptRange<kSize>::numbers_of_place(p.key_heads, p.value_heads);
-}
-
 } // namespace
 
 size_t delta_net_prompt_bytes(dflash_delta_net_params const& p)
 {
-    int64_t const numbers = p.head_size == 16 ? numbers_of_place<16>(p)
-        : p.head_size == 32                   ? numbers_of_place<32>(p)
-        : p.head_size == 64                   ? numbers_of_place<64>(p)
-                                              : numbers_of_place<128>(p);
+    int64_t const of_values = delta::numbers_of_values(p.head_size) + kDeltaRows * p.head_size;
+    int64_t const numbers = p.key_heads * int64_t{delta::numbers_of_keys(p.head_size)} + p.value_heads * of_values;
     return sizeof(float) * numbers * std::min(delta::count_places(p), kMostPlaces);
 }
 

@@ -32,6 +32,17 @@ inline int count_places(dflash_delta_net_params const& p)
     return p.rows / kDeltaRows + p.segment_count;
 }
 
+// Numbers in scratch memory of a chunk and a key head, or a value head beside its values; see `PromptRange`.
+constexpr int numbers_of_keys(int size)
+{
+    return 2 * kDeltaRows * size;
+}
+
+constexpr int numbers_of_values(int size)
+{
+    return kDeltaRows * size + kMixNumbers + 2 * kDeltaRows;
+}
+
 // Places whose chunks are taken together, and their numbers in scratch memory. Of a chunk these are, for each key head,
 // its queries [D / 16, 16 rows, 16], and its keys as products take them; for each value head W, laid out as queries
 // are, D (q k) [16, 16], E and what is left of each row behind the last; and, transposed, [D, 16 rows], at first what
@@ -40,19 +51,14 @@ template <int kSize>
 struct PromptRange
 {
     static constexpr int kRowNumbers = kDeltaRows * kSize;
-    static constexpr int kOfKeys = 2 * kRowNumbers;
-    static constexpr int kOfValues = kRowNumbers + kMixNumbers + 2 * kDeltaRows;
+    static constexpr int kOfKeys = numbers_of_keys(kSize);
+    static constexpr int kOfValues = numbers_of_values(kSize);
 
     float* memory;
     int first; // place
     int count;
     int key_heads;
     int value_heads;
-
-    __host__ __device__ static int64_t numbers_of_place(int key_heads, int value_heads)
-    {
-        return int64_t{key_heads} * kOfKeys + int64_t{value_heads} * (kOfValues + kRowNumbers);
-    }
 
     __device__ __forceinline__ float* of_keys(int place, int key_head) const
     {
