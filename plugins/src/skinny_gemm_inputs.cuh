@@ -8,13 +8,6 @@ namespace dflash
 namespace skinny
 {
 
-__device__ __forceinline__ void copy_bulk(uint32_t to, void const* from, int bytes, uint32_t barrier)
-{
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-        "l"(from), "r"(bytes), "r"(barrier)
-        : "memory");
-}
-
 // Copies a tile of a tensor map, from its column and its first row on. Of its rows, each 128 bytes, the 16-byte parts
 // go to the places that `swizzled` says; rows past the tensor's are zeros.
 __device__ __forceinline__ void copy_tile(uint32_t to, CUtensorMap const& map, int column, uint32_t barrier)
@@ -120,7 +113,7 @@ struct Inputs
         if (is_normed)
         {
             char const* from = static_cast<char const*>(launch.p.norm_weight) + line_of(run) * L::kInputBytes;
-            copy_bulk(shared_address(own_norms) + load % 2 * L::kInputBytes, from, L::kInputBytes, barrier);
+            copy_bytes(shared_address(own_norms) + load % 2 * L::kInputBytes, from, L::kInputBytes, barrier);
         }
     }
 
