@@ -293,7 +293,7 @@ def test_captured_prompts_give_the_same_bits_in_turns(counts):
     rows = sum(counts)
     segments = torch.tensor([[0, 0, 0, counts[0]], [1, 0, counts[0], counts[1]]], dtype=torch.int32, device="cuda")
     given = [torch.empty_like(bank[:rows]) for bank in slots.banked]
-    state, out = slots.states.tensors["net.state"], None
+    state = slots.states.tensors["net.state"]
 
     def run():
         return slots.net(*given, segments, slots.states.lengths, slots.states.counters, max(counts))
