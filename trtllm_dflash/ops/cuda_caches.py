@@ -31,6 +31,12 @@ class CudaCaches(TorchOps):
         q_norm, k_norm = (self.weights[f"{layer.prefix}self_attn.{name}_norm.weight"] for name in ("q", "k"))
         return kernels.Append(cos, sin, q_norm, k_norm, layer.norm_eps, scales, *of_values)
 
+    @staticmethod
+    def _without_gates(layer: AttentionLayer, qkv: Tensor) -> Tensor:
+        """Takes a layer's queries, keys and values out of what it projected: a gated layer's gates follow them."""
+        kinds = 1 if layer.keys_as_values else 2
+        return qkv[..., : (layer.heads + kinds * layer.kv_heads) * layer.head_size]
+
     def _projected(self, layer: AttentionLayer, kv: Tensor, index: int) -> Context[Tensor]:
         """Takes a layer's context rows as projected: they are normed and rotated on their way into the cache."""
         size = layer.kv_heads * layer.head_size
