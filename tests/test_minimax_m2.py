@@ -14,6 +14,7 @@ from tests.family_checks import assert_drafting_changes_nothing, assert_equals, 
 from tests.quantized import quantize_folder
 from tests.stub_kernels import needs_cc, stub_library
 from trtllm_dflash import LLM
+from trtllm_dflash.errors import EngineError
 from trtllm_dflash.kernels import LIBRARY_VARIABLE
 from trtllm_dflash.models import build_target, read_target_config
 from trtllm_dflash.ops.base import AttentionLayer, MoELayer
@@ -168,3 +169,5 @@ def test_on_gpus_our_kernels_compute_its_flat_rows(tmp_path, monkeypatch):
     config = LLM.from_pretrained(path, None, precision="bf16", device="cpu", max_seq_len=64).config
     found, why = find_kernels(config, "auto", (9, 0))
     assert found is not None and why == "heads of 64 on SM90"
+    with pytest.raises(EngineError, match="--kernels exact: not with norms over whole projections; leave it out"):
+        find_kernels(config, "exact", (9, 0))

@@ -360,7 +360,7 @@ def _graphs(config: EngineConfig) -> int:
     lengths = draft_lengths(config.block_size) if config.drafter is not None else []
     layers = config.target.layers + (config.drafter.layers if config.drafter is not None else 0)
     asked = config.max_batch, lengths, config.sampling, config.chunk
-    shared = config.block_size if config.tp == 1 else 0
+    shared = config.block_size if config.tp == 1 and config.target.delta is None else 0
     kinds = len(step_kinds(*asked, config.draft_tree, shared)) + len(shaped_kinds(*asked, config.draft_tree))
     return kinds * layers * GRAPH_LAYER
 

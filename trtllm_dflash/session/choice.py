@@ -165,6 +165,7 @@ def why_not_exact(config: EngineConfig, capability: tuple[int, int]) -> str | No
         f"not in {config.precision}, in BF16 and FP16 alone": config.precision not in ("bf16", "fp16"),
         f"not on {config.tp} ranks, on {ranks} alone": config.tp not in (1, *kernels.ALL_REDUCE_RANKS),
         "not with gated delta nets": config.target.delta is not None,
+        "not with norms over whole projections": config.target.family == "minimax_m2",
         f"not with --draft-tree of blocks of {config.block_size}, of {kernels.EXACT_TAIL} at most": is_too_deep,
         f"not with windows of fewer than {kernels.EXACT_TAIL} keys": min(windows, default=least) < least,
         "not with heads of more than 128": max(config.head_sizes) > 128,
