@@ -148,8 +148,11 @@ def make_shipped_second(path: Path) -> Path:
     return window_layers(path, [64] * raw["num_hidden_layers"], is_causal=False)
 
 
-def make_kind(name: str, path: Path, target: Path) -> Path:
-    """A drafter of one of `KINDS`, with more words for its format and choices."""
+def make_kind(name: str, path: Path, target: Path, head_size: int = 16) -> Path:
+    """A drafter of one of `KINDS`, with more words for its format and choices.
+
+    `head_size`: of those that have windows and nothing else.
+    """
     if name.startswith("dflash2"):
         return make_dflash2(path, target, format="speculators" if "speculators" in name else "z-lab")
     if name == "anchor":
@@ -158,7 +161,7 @@ def make_kind(name: str, path: Path, target: Path) -> Path:
         vocabulary = {"draft_vocab": 48} if "reduced" in name else {}
         form: Any = "speculators" if "speculators" in name else "z-lab"
         return make_dspark(path, target, head="gated" if "gated" in name else "vanilla", format=form, **vocabulary)
-    make_drafter(path, target, layers=3)
+    make_drafter(path, target, layers=3, head_size=head_size)
     return window_layers(path, [12, None, 12], **({"is_causal": False} if "free" in name else {}))
 
 

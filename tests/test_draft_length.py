@@ -168,10 +168,12 @@ def test_step_times_are_kept_with_the_engine(llm, tmp_path, monkeypatch):
     assert found == {(slots, drafts, 0): slots * (drafts + 1) for slots in (1, 3) for drafts in LENGTHS}
     monkeypatch.setattr("trtllm_dflash.runtime.step_times.measure", lambda session, lengths, shared: {(1, 0): 1.0})
     assert step_times(llm.session, tmp_path, LENGTHS) == found
-    kept = json.loads((tmp_path / FILE).read_text())
-    kept["machine"]["device"] = "another"
-    (tmp_path / FILE).write_text(json.dumps(kept))
-    assert step_times(llm.session, tmp_path, LENGTHS) == {(1, 0, 0): 1.0}
+    written = (tmp_path / FILE).read_text()
+    for name in ("device", "rows"):
+        kept = json.loads(written)
+        kept["machine"][name] = "another"
+        (tmp_path / FILE).write_text(json.dumps(kept))
+        assert step_times(llm.session, tmp_path, LENGTHS) == {(1, 0, 0): 1.0}
     (tmp_path / FILE).write_text("{")
     assert step_times(llm.session, tmp_path, LENGTHS) == {(1, 0, 0): 1.0}
 

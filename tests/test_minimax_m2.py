@@ -12,7 +12,10 @@ from tests.checkpoints import edit_config, edit_tensors, fill, make_drafter
 from tests.conftest import refusal
 from tests.family_checks import assert_drafting_changes_nothing, assert_equals, assert_ranks_agree, random_ids
 from tests.quantized import quantize_folder
+from tests.stub_kernels import needs_cc, stub_library
 from trtllm_dflash import LLM
+from trtllm_dflash.errors import EngineError
+from trtllm_dflash.kernels import LIBRARY_VARIABLE
 from trtllm_dflash.models import build_target, read_target_config
 from trtllm_dflash.ops.base import AttentionLayer, MoELayer
 from trtllm_dflash.ops.experts import route
@@ -159,10 +162,12 @@ def test_a_minimax_m2_of_another_kind_is_refused(edit, message, tmp_path):
     assert message in refusal("build", "--target", path, "--output", tmp_path / "engine")
 
 
-def test_what_our_kernels_lack_is_left_to_torch_on_gpus(tmp_path):
-    path = make_minimax_m2(tmp_path / "target", num_hidden_layers=1)
+@needs_cc
+def test_on_gpus_our_kernels_compute_its_flat_rows(tmp_path, monkeypatch):
+    monkeypatch.setenv(LIBRARY_VARIABLE, str(stub_library(tmp_path)))
+    path = make_minimax_m2(tmp_path / "target", num_hidden_layers=1, head_dim=64, rotary_dim=32)
     config = LLM.from_pretrained(path, None, precision="bf16", device="cpu", max_seq_len=64).config
-    assert find_kernels(config, "auto", (9, 0)) == (
-        None,
-        "our CUDA kernels have no flat rows of norms over whole projections",
-    )
+    found, why = find_kernels(config, "auto", (9, 0))
+    assert found is not None and why == "heads of 64 on SM90"
+    with pytest.raises(EngineError, match="--kernels exact: not with norms over whole projections; leave it out"):
+        find_kernels(config, "exact", (9, 0))

@@ -57,7 +57,7 @@ def hybrid(folder: Path) -> tuple[Path, Path]:
 
     target = make_hybrid(folder / "target", "qwen3_5_text", vocab=16, **HYBRID)
     edit_tensors(target, lambda tensors: tensors.update({name: x.bfloat16() for name, x in tensors.items()}))
-    return target, make_drafter(folder / "drafter", target, block_size=16)
+    return target, make_drafter(folder / "drafter", target, block_size=16, head_size=64)
 
 
 def gemma(folder: Path) -> tuple[Path, Path]:

@@ -1,4 +1,7 @@
-"""Hybrids in captured steps: the tokens of the CPU in FP32, drafted as plain, and near-ties in 16 bits."""
+"""Hybrids in captured steps: the tokens of the CPU in FP32, drafted as plain, and near-ties in 16 bits.
+
+In FP32 rows lie in [slots, rows]; in 16 bits they are flat, and caches are pages.
+"""
 
 import random
 
@@ -7,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import edit_config, edit_tensors, make_drafter
-from tests.gpu.test_cuda import NEAR_TIE, tokens
+from tests.conftest import HYBRID
+from tests.gpu.test_cuda import NEAR_TIE, acceptance, shipped_prompts, tokens
 from tests.gpu.test_kernels import why_not
 from tests.hybrid_checkpoints import LAYOUTS, make_hybrid
 from tests.near_ties import all_logits, assert_each_is_nearly_the_largest
@@ -55,7 +59,8 @@ def pair(tmp_path_factory):
                 edit_tensors(target, lambda tensors: _divide(tensors, ".mlp.gate.weight", router))
             if stored is not None:
                 quantize_folder(target, stored, within=".mlp.")
-            made[key] = target, make_drafter(folder / "drafter", target, block_size=16)
+            # Of heads that our kernels have, where the target's are.
+            made[key] = target, make_drafter(folder / "drafter", target, block_size=16, head_size=64 if shape else 16)
         return made[key]
 
     return make
@@ -101,6 +106,7 @@ def test_in_half_precision_each_token_is_fp32s_or_a_near_tie(layout, precision, 
     """
     folders = pair(layout, router=4, **SHAPE)
     with load(folders, precision=precision) as llm:
+        assert llm.session.library is not None and llm.session.limits.mixes and not llm.session.paging.linear
         # Nets' two linears are one, and products norm their rows.
         assert (
             sum(".in_proj+" in name for name in llm.session.weights) == 3
@@ -221,6 +227,54 @@ def test_a_conversation_goes_on_from_a_state_that_is_kept(pair):
             assert llm.generate([talk], params, draft=False)[0].token_ids == sequence.token_ids
             talk = talk + sequence.token_ids + [chance.randrange(15) for _ in range(7)]
         assert scheduler.statistics.reused_tokens > 0
+
+
+def test_prompts_ride_along_over_pages_that_begin_with_what_others_left(pair):
+    """In steps of flat rows: pieces of several prompts beside slots that draft; states are kept at their ends."""
+    chance = random.Random(7)
+    shared = [chance.randrange(15) for _ in range(300)]
+    # The last ones come when the first ones' states stand.
+    prompts = [shared + [chance.randrange(15) for _ in range(n)] for n in (3, 20, 70, 33, 9, 50)] + PROMPTS
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    folders = pair("qwen3_5_text", **SHAPE)
+    with load(folders, precision="bf16", max_batch=4, max_seq_len=512) as llm:
+        scheduler, run = Scheduler(llm.session), llm.session.run
+        mixed = []
+
+        def watched(call):
+            mixed.append((len(call.decode), len(call.pieces), len(call.state_copies)))
+            return run(call)
+
+        llm.session.run = watched
+        sequences = [llm.intake.sequence(prompt, params) for prompt in prompts]
+        for i, sequence in enumerate(sequences):
+            scheduler.submit(sequence)
+            if i != 1:  # two of them ride along at once
+                scheduler.step()
+        while scheduler.busy:
+            scheduler.step()
+        dtype = llm.config.dtype
+    assert any(decode and pieces for decode, pieces, _ in mixed) and any(pieces > 1 for _, pieces, _ in mixed)
+    assert scheduler.statistics.reused_tokens >= 256 and any(copies for _, _, copies in mixed)
+    texts = [sequence.token_ids for sequence in sequences]
+    assert all(len(text) == params.max_tokens for text in texts)
+    with load(folders, "cpu", max_seq_len=512) as exact:
+        assert_each_is_nearly_the_largest(exact, prompts, texts, dtype=dtype, count=2 * NEAR_TIE)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_shipped_hybrids_drafts_are_accepted_as_on_the_cpu(precision):
+    params = SamplingParams(max_tokens=64)
+    folders = HYBRID / "target", HYBRID / "drafter"
+    with load(folders, "cpu", max_seq_len=512) as cpu:
+        prompts = [cpu.encode(prompt) for prompt in shipped_prompts(4)]
+        expected = cpu.generate(prompts, params)
+    with load(folders, precision=precision, max_seq_len=512) as llm:
+        drafted, plain = llm.generate(prompts, params), llm.generate(prompts, params, draft=False)
+    print(precision, acceptance(drafted), acceptance(expected), sum(map(list.__eq__, tokens(drafted), tokens(plain))))
+    assert acceptance(drafted) == pytest.approx(acceptance(expected), rel=0.02 if precision == "fp32" else 0.1)
+    if precision == "fp32":
+        assert tokens(drafted) == tokens(plain) == tokens(expected)
 
 
 def test_torchs_operations_alone_compute_no_hybrid(pair):

@@ -1,7 +1,7 @@
 """A step's flat rows: their layout, acceptance, append to pages and attention, against torch over linear caches."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -428,13 +428,13 @@ def test_flat_rows_are_appended_and_attend_as_torchs_do(model, layout):
         ready.assert_caches(slot, start + n, ops)
 
 
-@pytest.mark.parametrize("block", [16, 5])
+@pytest.mark.parametrize(("block", "causal"), [(16, False), (5, False), (16, True)])
 @pytest.mark.parametrize("layout", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize("model", MODELS, ids=str)
-def test_committed_context_and_a_block_behind_it_attend_as_torchs_do(model, layout, block):
+def test_committed_context_and_a_block_behind_it_attend_as_torchs_do(model, layout, block, causal):
     """The block is written over the rows that were not committed; of an idle segment none is, its result is zeros."""
     ready = Ready(model, layout)
-    caches, rows, layer = ready.caches, ready.rows, model.layer()
+    caches, rows, layer = ready.caches, ready.rows, replace(model.layer(), causal_block=causal)
     choose = random.Random(2)
     segments = ready.said["segments"]
     committed = [choose.randint(1, n) if n else 0 for *_, n in segments]
@@ -453,7 +453,7 @@ def test_committed_context_and_a_block_behind_it_attend_as_torchs_do(model, layo
         rows.segments,
         block,
         out,
-        False,
+        causal,
         model.window or 0,
         ready.weights.get("l.self_attn.sinks"),
         model.scales(ready.weights),

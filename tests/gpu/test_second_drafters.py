@@ -47,8 +47,9 @@ def test_in_fp32_the_first_block_is_what_the_equations_give_and_what_is_accepted
 def test_in_half_precision_each_token_is_fp32s_or_a_near_tie(kind, precision, tmp_path):
     shape = {"hidden": 128, "head_size": 64, "intermediate": 128, "vocab": 16, "dtype": torch.bfloat16}
     target = make_target(tmp_path / "target", **shape)
-    folder = make_kind(kind, tmp_path / "drafter", target)
+    folder = make_kind(kind, tmp_path / "drafter", target, head_size=64)
     with load((target, folder), precision=precision) as gpu:
+        assert (gpu.session.library is not None) == kind.startswith("windows")  # their rows are flat
         assert gpu.session.choice.attention.startswith("our CUDA kernels")
         ways, accepted = {}, 0
         for name, params in {"greedy": GREEDY, "sampled": SAMPLED}.items():
@@ -80,7 +81,7 @@ def test_trained_drafters_are_accepted_as_on_the_cpu(make, precision, tmp_path):
     with load(folders, "cpu", max_seq_len=512) as cpu:
         prompts = [cpu.encode(prompt) for prompt in shipped_prompts(2)]
         expected = cpu.generate(prompts, params)
-    with load(folders, precision=precision, max_seq_len=512) as gpu:
+    with load(folders, precision=precision, max_seq_len=512, draft_tree="off") as gpu:
         drafted, plain = gpu.generate(prompts, params), gpu.generate(prompts, params, draft=False)
         print(make.__name__, precision, "tokens a step:", acceptance(drafted), "on the CPU:", acceptance(expected))
         if precision == "fp32":

@@ -1,4 +1,4 @@
-"""Families of which our kernels compute parts: the logits of the CPU in FP32, and as near to them in 16 bits."""
+"""Families that our kernels compute in part, or in 16 bits alone: the CPU's logits in FP32, and as near in 16 bits."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def gemma(folder, **shape):
 
 def minimax(folder, **shape):
     target = make_minimax_m2(folder / "target", vocab_size=16, **shape)
-    return target, make_drafter(folder / "drafter", target, heads=8, seed=3)
+    return target, make_drafter(folder / "drafter", target, heads=8, head_size=64, seed=3)
 
 
 def kimi(folder, **shape):

@@ -59,7 +59,7 @@ def _unsupported(config: EngineConfig, gpu: PublishedGPU) -> str | None:
         return ""
     if config.backend != "torch":
         return None
-    if without_kernels(target) is not None and target.delta is None:  # gated delta nets are our kernels'
+    if without_kernels(target) is not None:
         return ""
     is_wide = not set(target.head_sizes) <= set(HEAD_SIZES)
     return f" on {gpu.name}" if is_wide and divmod(gpu.capability, 10) != HOPPER else None

@@ -376,7 +376,7 @@ def _plugin_digest(settings: BuildSettings, models: PlannedModels) -> str | None
             "--plugin needs the datacenter edition of TensorRT (pip install tensorrt, on the GPU to build for): "
             "TensorRT-RTX has no plugin layers"
         )
-    lacking = Drafter(models.drafter).without_kernels if models.drafter is not None else None
+    lacking = Drafter(models.drafter).without_plugin if models.drafter is not None else None
     delta, attending = models.target.delta, [models.target, models.drafter]
     if delta is None:
         lacking = _lacking_in_plugin(models.target) or lacking

@@ -9,7 +9,7 @@ from math import prod
 from trtllm_dflash.cost.gpus import GPU, capability, find_gpu, gigabytes
 from trtllm_dflash.cost.states import states_bytes
 from trtllm_dflash.engine.config import Backend, EngineConfig
-from trtllm_dflash.engine.ladder import draft_lengths, shaped_kinds, step_kinds
+from trtllm_dflash.engine.ladder import PIECES, draft_lengths, shaped_kinds, step_kinds
 from trtllm_dflash.engine.paging import PAGE_ROWS, Paging, linear_paging
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.kernels import MAX_ROWS, OLDEST_GPU, why_unsupported
@@ -323,7 +323,7 @@ def _trees(config: EngineConfig, rows: int) -> int:
 
 
 def _nets(config: EngineConfig, rows: int) -> int:
-    """Counts the bytes that are made in FP32 of a gated delta net: by our kernels of a chunk's rows.
+    """Counts the bytes that are made in FP32 of a gated delta net: by our kernels of the rows of prompts.
 
     By TensorRT's layers (see `ops.tensorrt_delta_net`) of all slots' states thrice, of each pair of a slot's rows, and
     of what the rows themselves are.
@@ -334,7 +334,7 @@ def _nets(config: EngineConfig, rows: int) -> int:
     heads = units_per_rank(delta.value_heads, config.tp)
     if config.backend != "tensorrt" or config.plugin is not None:
         key_heads = units_per_rank(delta.key_heads, config.tp)
-        return prompt_bytes(config.chunk, 1, key_heads, heads, delta.key_size)
+        return prompt_bytes(rows, config.max_batch + PIECES, key_heads, heads, delta.key_size)
     states = config.max_batch * heads * delta.key_size * delta.value_size
     pairs = heads * max(config.chunk**2, config.max_batch * config.block_size**2)
     return 4 * (3 * states + 6 * pairs + 6 * rows * heads * (delta.key_size + delta.value_size))
@@ -360,7 +360,7 @@ def _graphs(config: EngineConfig) -> int:
     lengths = draft_lengths(config.block_size) if config.drafter is not None else []
     layers = config.target.layers + (config.drafter.layers if config.drafter is not None else 0)
     asked = config.max_batch, lengths, config.sampling, config.chunk
-    shared = config.block_size if config.tp == 1 else 0
+    shared = config.block_size if config.tp == 1 and config.target.delta is None else 0
     kinds = len(step_kinds(*asked, config.draft_tree, shared)) + len(shaped_kinds(*asked, config.draft_tree))
     return kinds * layers * GRAPH_LAYER
 

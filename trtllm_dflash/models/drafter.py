@@ -69,9 +69,14 @@ class Drafter:
     def without_kernels(self) -> str | None:
         """The part of it that our CUDA kernels do not compute yet; None: they compute all."""
         c = self.config
-        if c.convolution is not None or c.selector is not None or c.from_anchor:
-            return "drafting as DFlash 2 and DSpark do"
-        return "windows in a drafter's layers" if c.windows is not None or c.causal_layers else None
+        is_second = c.convolution is not None or c.selector is not None or c.from_anchor
+        return "drafting as DFlash 2 and DSpark do" if is_second else None
+
+    @property
+    def without_plugin(self) -> str | None:
+        """The part of it that our TensorRT plugin does not compute; None: it computes all."""
+        has_windows = self.config.windows is not None or bool(self.config.causal_layers)
+        return self.without_kernels or ("windows in a drafter's layers" if has_windows else None)
 
     # -- weights ---------------------------------------------------------------------------------------------------
 

@@ -81,7 +81,6 @@ class HybridDecoder(Decoder):
     """A decoder of gated delta nets and gated attention. Ranks divide the nets by key heads, with their value heads."""
 
     head_norms = True
-    without_kernels = "gated delta nets"
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)

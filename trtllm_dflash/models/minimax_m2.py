@@ -25,7 +25,6 @@ class MiniMaxM2(MoEDecoder):
     """MiniMaxM2ForCausalLM."""
 
     router = "block_sparse_moe.gate"
-    without_kernels = "norms over whole projections"
 
     @staticmethod
     def read_config(raw: dict[str, Any]) -> DecoderConfig:

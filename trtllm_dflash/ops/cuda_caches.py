@@ -31,6 +31,21 @@ class CudaCaches(TorchOps):
         q_norm, k_norm = (self.weights[f"{layer.prefix}self_attn.{name}_norm.weight"] for name in ("q", "k"))
         return kernels.Append(cos, sin, q_norm, k_norm, layer.norm_eps, scales, *of_values)
 
+    def norm_projections(self, layer: AttentionLayer, qkv: Tensor, eps: float) -> Tensor:
+        if self.tp > 1 or not kernels.takes_norm(qkv):
+            return super().norm_projections(layer, qkv, eps)
+        queries, keys = layer.heads * layer.head_size, layer.kv_heads * layer.head_size
+        *normed, values = qkv.split([queries, keys, keys], dim=-1)
+        weights = (self.weights[f"{layer.prefix}self_attn.{which}_norm.weight"] for which in "qk")
+        parts = [kernels.rms_norm(x, weight, eps) for x, weight in zip(normed, weights, strict=True)]
+        return torch.cat([*parts, values], dim=-1)
+
+    @staticmethod
+    def _without_gates(layer: AttentionLayer, qkv: Tensor) -> Tensor:
+        """Takes a layer's queries, keys and values out of what it projected: a gated layer's gates follow them."""
+        kinds = 1 if layer.keys_as_values else 2
+        return qkv[..., : (layer.heads + kinds * layer.kv_heads) * layer.head_size]
+
     def _projected(self, layer: AttentionLayer, kv: Tensor, index: int) -> Context[Tensor]:
         """Takes a layer's context rows as projected: they are normed and rotated on their way into the cache."""
         size = layer.kv_heads * layer.head_size

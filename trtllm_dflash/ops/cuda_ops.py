@@ -6,12 +6,13 @@ from functools import lru_cache
 import torch
 
 from trtllm_dflash import kernels
-from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Context, SamplingInputs
+from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Context, DeltaLayer, SamplingInputs
 from trtllm_dflash.ops.choosing import MOST_LOGPROBS, Logprobs
 from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.ops.cuda_caches import CudaCaches
 from trtllm_dflash.ops.cuda_experts import CudaExperts
 from trtllm_dflash.ops.cuda_products import CudaProducts
+from trtllm_dflash.ops.cuda_states import CudaStates
 from trtllm_dflash.ops.draft_tree import LEAST, RANKS, TOLL, DraftTree
 from trtllm_dflash.ops.penalties import KeptShapes
 
@@ -34,6 +35,7 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         reports: [1] int32: where it is 0 when the step runs, log-probabilities are not computed. None: they are.
         foretold: what slots keep of their drafts' chances, where they share rows.
         prompt_rows: those that are no decoding slot's, at most; None: all but `rows` for each of those.
+        states: of gated delta nets; None: the model has none.
 
     Raises:
         EngineError: the kernels are not built.
@@ -54,6 +56,7 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         reports: Tensor | None = None,
         foretold: kernels.Foretold | None = None,
         prompt_rows: int | None = None,
+        states: CudaStates | None = None,
     ) -> None:
         super().__init__(weights, caches, communicator)
         kernels.load()
@@ -67,6 +70,7 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         self._foretold = foretold
         own_rows = len(layout.row_segment) - len(layout.decoding) * rows
         self._prompt_rows = own_rows if prompt_rows is None else prompt_rows
+        self._cuda_states = states
         self._accepted: kernels.AcceptedPaths | None = None  # of trees, once they are known
         self._blocks: kernels.Blocks | None = None  # that are drafted, once they are divided
 
@@ -78,8 +82,8 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
     def self_attention(self, layer: AttentionLayer, qkv: Tensor, start: Tensor) -> Tensor:
         keys, values = self._caches(layer)
         out = torch.empty(qkv.shape[1], layer.heads * layer.head_size, dtype=qkv.dtype, device=qkv.device)
-        append = self._append_of(layer)
-        q = append.rows(keys, values, self._pages_of(layer), self._layout, layer.heads, qkv[0], out)
+        append, own = self._append_of(layer), self._without_gates(layer, qkv)[0]
+        q = append.rows(keys, values, self._pages_of(layer), self._layout, layer.heads, own, out)
         if len(self._decoding):
             self._attend(layer, q, self._decoding, self._most, out, causal=True, row_path=self._layout.row_path)
         if len(self._layout.cuts):
@@ -112,7 +116,8 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         append = self._append_of(layer)
         q = append.block(keys, values, self._pages_of(layer), self._layout, layer.heads, qkv, (k, v), committed)
         out = torch.empty(segments * block, layer.heads * layer.head_size, dtype=qkv.dtype, device=qkv.device)
-        self._attend(layer, q, self._layout.segments, block, out, causal=False, added=committed, block=block)
+        causal = layer.causal_block
+        self._attend(layer, q, self._layout.segments, block, out, causal, added=committed, block=block)
         return out.view(segments, block, -1)
 
     def divided_attention(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
@@ -121,7 +126,7 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         out = torch.empty(qkv.shape[1], layer.heads * layer.head_size, dtype=qkv.dtype, device=qkv.device)
         q = self._append_of(layer).rows(keys, values, self._pages_of(layer), rows, layer.heads, qkv[0], out)
         assert self._foretold is not None
-        self._attend(layer, q, rows.segments, self._foretold.drafts + 1, out, causal=False)
+        self._attend(layer, q, rows.segments, self._foretold.drafts + 1, out, layer.causal_block)
         return out[None]
 
     def _attend(
@@ -145,6 +150,17 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
 
     def _pages_of(self, layer: AttentionLayer) -> kernels.Pages:
         return self._window_pages if layer.gives_back else self._pages
+
+    # -- gated delta nets --------------------------------------------------------------------------------------------
+
+    def gated_delta(self, layer: DeltaLayer, x: Tensor, gates: Tensor, start: Tensor) -> Tensor:
+        assert self._cuda_states is not None
+        most = min(max(self._most, self._prompt_rows), x.shape[1])
+        return self._cuda_states.compute(layer, self.weights, x[0], gates[0], self._layout.segments, most)[None]
+
+    def advance(self) -> None:
+        if self._cuda_states is not None:
+            self._cuda_states.advance(self._layout.segments)
 
     # -- choosing tokens ---------------------------------------------------------------------------------------------
 

@@ -86,8 +86,7 @@ class CudaSlots(CudaCaches):
         [B, N, heads*D]. Arguments as in `kernels.Append`.
         """
         (keys, values), scales, rows = self._caches(layer), self._scales(layer), qkv.shape[1]
-        kinds = 1 if layer.keys_as_values else 2
-        qkv = qkv[..., : (layer.heads + kinds * layer.kv_heads) * layer.head_size]  # a gated layer's gates follow
+        qkv = self._without_gates(layer, qkv)
         q = self._append_of(layer)(keys, values, start, layer.heads, qkv, context, committed)
         assert q is not None
         if self._takes(q, keys, values, scales):

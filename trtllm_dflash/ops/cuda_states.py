@@ -38,6 +38,19 @@ class CudaStates(DeltaStates):
     def finish(self, runs: Iterable[Run]) -> None:
         raise NotImplementedError("a step's segments lie on the device: see `advance`")
 
+    def compute(
+        self,
+        layer: DeltaLayer,
+        weights: Mapping[str, Tensor],
+        x: Tensor,
+        gates: Tensor,
+        segments: Tensor,
+        most_rows: int,
+    ) -> Tensor:
+        """Computes a layer's net; arguments as in `kernels.DeltaNet`."""
+        net = delta_net(layer, weights, self)
+        return net(x, gates, segments, self.lengths, self.counters, most_rows)
+
     def advance(self, segments: Tensor) -> None:
         """Notes where the states stand after a step of segments [G, 4], once all nets have computed it."""
         kernels.advance_states(self.lengths, segments, self.pending)
@@ -70,9 +83,8 @@ class CudaStateOps(CudaSlotOps):
         self._segments = segments
 
     def gated_delta(self, layer: DeltaLayer, x: Tensor, gates: Tensor, start: Tensor) -> Tensor:
-        net = delta_net(layer, self.weights, self._cuda_states)
-        lengths, counters = self._cuda_states.lengths, self._cuda_states.counters
-        out = net(x.flatten(0, 1), gates.flatten(0, 1), self._segments, lengths, counters, x.shape[1])
+        rows = x.flatten(0, 1), gates.flatten(0, 1)
+        out = self._cuda_states.compute(layer, self.weights, *rows, self._segments, x.shape[1])
         return out.view(*x.shape[:2], -1)
 
     def advance(self) -> None:

@@ -150,6 +150,7 @@ def _machine(session: Session) -> dict[str, str]:
         "threads": threads,
         "torch": torch.__version__,
         "session": type(session).__name__,
+        "rows": "flat" if session.limits.mixes else "by slot",  # of which alone others lie beside prompts
         **session.choice.labels,
     }
 

@@ -104,17 +104,23 @@ def find_kernels(
     lacking_exact = why_not_exact(config, capability) if asked == "exact" else None
     if lacking_exact is not None:
         raise EngineError(f"--kernels exact: {lacking_exact}; leave it out")
+    reason = why_not_flat(config, capability)
     if config.target.delta is not None:
         library = _state_kernels(config, asked, capability)
-        return None, f"gated delta nets by {library}, which keep each slot's rows apart"
+        if reason is not None:
+            return None, f"gated delta nets by {library}; flat rows: {reason}"
+        return library, f"gated delta nets, and heads of {_sizes(config)} on {kernels.gpu_name(capability)}"
     if asked == "torch":
         return None, "as --kernels torch says"
-    reason = why_not_flat(config, capability)
     if reason is not None and asked == "exact":
         raise EngineError(f"--kernels exact: {reason}; leave it out")
     if reason is not None:
         return None, reason
-    return _load_for(capability), f"heads of {', '.join(map(str, config.head_sizes))} on {kernels.gpu_name(capability)}"
+    return _load_for(capability), f"heads of {_sizes(config)} on {kernels.gpu_name(capability)}"
+
+
+def _sizes(config: EngineConfig) -> str:
+    return ", ".join(map(str, config.head_sizes))
 
 
 def why_not_flat(config: EngineConfig, capability: tuple[int, int]) -> str | None:
@@ -159,6 +165,7 @@ def why_not_exact(config: EngineConfig, capability: tuple[int, int]) -> str | No
         f"not in {config.precision}, in BF16 and FP16 alone": config.precision not in ("bf16", "fp16"),
         f"not on {config.tp} ranks, on {ranks} alone": config.tp not in (1, *kernels.ALL_REDUCE_RANKS),
         "not with gated delta nets": config.target.delta is not None,
+        "not with norms over whole projections": config.target.family == "minimax_m2",
         f"not with --draft-tree of blocks of {config.block_size}, of {kernels.EXACT_TAIL} at most": is_too_deep,
         f"not with windows of fewer than {kernels.EXACT_TAIL} keys": min(windows, default=least) < least,
         "not with heads of more than 128": max(config.head_sizes) > 128,

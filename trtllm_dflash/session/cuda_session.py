@@ -47,7 +47,7 @@ from trtllm_dflash.session.choice import (
     slots_attention,
     torch_choice,
 )
-from trtllm_dflash.session.graphs import StepGraphs, decoded_rows, words_of
+from trtllm_dflash.session.graphs import StepGraphs, decoded_rows, words_of, words_of_inputs
 from trtllm_dflash.session.kernels import Kernels
 from trtllm_dflash.session.limits import StepLimits
 from trtllm_dflash.session.report import Report
@@ -248,6 +248,7 @@ class CudaSession(TorchSession):
         for copy, changes in ((self._page_copies, call.copies), (self._window_copies, call.window_copies)):
             for source, target, rows in changes:
                 copy(source, target, rows)
+        self._copy_kept_states(call)
         for piece in call.pieces:
             if self._sampling[piece.slot] != piece.sampling:
                 self._slots.set_sampling(piece.slot, piece.sampling)
@@ -312,6 +313,7 @@ class CudaSession(TorchSession):
         """Runs the rest of the step; returns [G, 1 + rows + ranks]: accepted, the target's choices, drafts' ranks."""
         layout, slots, has_trees = begun.layout, self._slots, bool(self.config.draft_tree)
         assert layout is not None and isinstance(begun.ops, CudaOps)
+        begun.ops.advance()
         tree = draft_tree(kind.tree, self.config.block_size) if kind.tree else None
         divided = kind.block_rows if kind.shares else 0
         out = self._step.finish(begun.ops, begun.inputs, begun.forward, kind.drafting, tree, divided=divided)
@@ -417,8 +419,9 @@ class CudaSession(TorchSession):
         every, kind = (self.weights, self.caches, self.communicator), ExactOps if self._is_exact else CudaOps
         reports = None if self._shaping is None else self._shaping.reports
         foretold = None if self._captured_shares is None else self._captured_shares.kept
+        assert self.states is None or isinstance(self.states, CudaStates)
         pages, more = (self._pages, self._window_pages), (reports, foretold, prompt_rows)
-        return kind(*every, pages[0], layout, rows, pages[1], self._moves, *more)
+        return kind(*every, pages[0], layout, rows, pages[1], self._moves, *more, self.states)
 
     def _constant(self, count: int, rows: int) -> Tensor:
         """Makes 0..rows-1 for each of `count` slots, [count, rows]. Made before a capture, it is not in the graph."""
@@ -461,15 +464,9 @@ class CudaSession(TorchSession):
         if inputs.sampling is not None:
             raise EngineError("a step of given inputs is greedy on flat rows")
         count, rows = inputs.token_ids.shape
-        row_counts, is_whole = inputs.row_count.tolist(), inputs.logit_rows.shape[1] == rows
-        words: list[int] = []
-        for slot, (start, own) in enumerate(zip(inputs.start.tolist(), row_counts, strict=True)):
-            words += (first_slot + slot, own, start, own if is_whole else 1)
-        for ids, own in zip(inputs.token_ids.tolist(), row_counts, strict=True):
-            words += ids[:own]
-        logit_rows = count * rows if is_whole else count
+        logit_rows = inputs.logit_rows.numel()
         layout = kernels.begin_rows(
-            self._int32(words),
+            self._int32(words_of_inputs(inputs, first_slot)),
             self._slots.tokens,
             self._slots.start,
             segments=count,
@@ -488,7 +485,9 @@ class CudaSession(TorchSession):
             start=layout.segments[:, 1],
             logit_rows=layout.logit_rows[None],
         )
-        out = self._step(self._ops(layout, 1), flat, drafting)
+        ops = self._ops(layout, 1)
+        out = self._step(ops, flat, drafting)
+        ops.advance()
         return replace(out, target_ids=out.target_ids[0][index])
 
     def _slot_ops(self, inputs: StepInputs[Tensor], first_slot: int) -> TorchOps:

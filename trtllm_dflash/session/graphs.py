@@ -4,11 +4,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Generic, TypeAlias, TypeVar
 
+import torch
+
 from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.ladder import StepKind, shaped_kinds, step_kinds
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.session.calls import Decode, Prepare, Step
-from trtllm_dflash.step import Drafting
+from trtllm_dflash.step import Drafting, StepInputs
+
+Tensor = torch.Tensor
 
 Graph = TypeVar("Graph")
 
@@ -175,4 +179,16 @@ def words_of(call: Step, kind: StepKind) -> list[int]:
     words += [0] * (4 * kind.segments - len(words))
     for piece in call.pieces:
         words += piece.token_ids
+    return words
+
+
+def words_of_inputs(inputs: StepInputs[Tensor], first_slot: int) -> list[int]:
+    """Writes down given inputs likewise, of slots from first_slot on: each is a piece of a prompt."""
+    row_counts, rows = inputs.row_count.tolist(), inputs.token_ids.shape[1]
+    is_whole = inputs.logit_rows.shape[1] == rows
+    words: list[int] = []
+    for slot, (start, own) in enumerate(zip(inputs.start.tolist(), row_counts, strict=True)):
+        words += (first_slot + slot, own, start, own if is_whole else 1)
+    for ids, own in zip(inputs.token_ids.tolist(), row_counts, strict=True):
+        words += ids[:own]
     return words

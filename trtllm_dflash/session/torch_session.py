@@ -136,9 +136,7 @@ class TorchSession(Session):
             for slot, index, page in changes:
                 tables[slot][index] = page
         self._copy_pages(call)
-        for source, target in call.state_copies:
-            assert self.states is not None
-            self.states.copy(source, target)
+        self._copy_kept_states(call)
         for piece in call.pieces:
             self._slots.set_sampling(piece.slot, piece.sampling)
         if call.guides:
@@ -252,6 +250,11 @@ class TorchSession(Session):
         for name, cache in self.caches.items():
             for source, target, rows in call.window_copies if name in self._windowed else call.copies:
                 cache[target, :, :rows] = cache[source, :, :rows]
+
+    def _copy_kept_states(self, call: Step) -> None:
+        for source, target in call.state_copies:
+            assert self.states is not None
+            self.states.copy(source, target)
 
     def _segments(self, call: Step, decode: list[tuple[int, int]]) -> Iterator[Segment]:
         starts = self._slots.start.tolist()
