@@ -71,6 +71,15 @@ def dequantize_cache_rows(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tenso
     return (x.float() * scale).to(dtype)
 
 
-def multiplies_fp8(device: torch.device) -> bool:
-    """Whether a device multiplies FP8 matrices: GPUs from compute capability 8.9 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+def multiplies(device: torch.device, weight: Fp8Weight, dtype: torch.dtype) -> bool:
+    """Whether `TorchOps` multiplies rows of `dtype` by an FP8 weight as it is stored, on that device.
+
+    GPUs from compute capability 8.9 on do by one with a scale a row. By one with a scale a block Hopper GPUs do, of
+    rows in 16 bits, where there are whole blocks, four at a time.
+    """
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if not weight.by_block:
+        return capability >= (8, 9)
+    outputs, inputs = weight.values.shape[-2:]
+    is_whole = outputs % FP8_BLOCK == 0 and inputs % (4 * FP8_BLOCK) == 0
+    return capability == (9, 0) and is_whole and dtype in (torch.bfloat16, torch.float16)

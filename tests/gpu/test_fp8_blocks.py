@@ -1,0 +1,77 @@
+"""Products with weights in FP8 that have a scale a block of 128 by 128, as Qwen3 and Qwen3.5 are published."""
+
+import pytest
+import torch
+
+from tests.gpu.test_kernels import HALVES, assert_close, in_double, relative_error, why_not
+from trtllm_dflash import kernels
+from trtllm_dflash.ops.fp8 import FP8, Fp8Weight, multiplies
+from trtllm_dflash.ops.torch_ops import TorchOps
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+#: Rows of a weight and inputs: shares of one to many passes; rows that are no whole blocks; those of Qwen3.5-27B.
+SHAPES = [(16, 128), (1040, 128), (4096, 512), (192, 2176), (6144, 4096), (5120, 17408), (34816, 5120)]
+on_hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
+
+def made(shape):
+    """x of 16 rows, a weight in blocks whose scales are far apart, and a bias."""
+    outputs, inputs = shape
+    x = torch.randn(kernels.SKINNY_ROWS, inputs, device="cuda")
+    values = torch.randn(outputs, inputs, device="cuda").mul_(20).to(FP8)
+    scale = torch.rand(-(-outputs // 128), inputs // 128, device="cuda").mul_(4).exp_().mul_(1e-3)
+    bias = torch.randn(outputs, device="cuda")
+    return x, Fp8Weight(values, scale), bias
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_product_of_few_rows_equals_float64_whatever_the_other_rows_are(dtype, shape):
+    x, weight, bias = made(shape)
+    x, bias = x.to(dtype), bias.to(dtype)
+    of = weight.values, weight.scale
+    wide = weight.dequantize().double().t()
+    whole = kernels.skinny_gemm(x, *of)
+    assert_close(whole, x.double() @ wide, dtype)
+    for rows in (1, 3, 8, 9, 15):
+        assert torch.equal(kernels.skinny_gemm(x[:rows], *of), whole[:rows])
+    assert_close(kernels.skinny_gemm(x[:5], *of, bias), x[:5].double() @ wide + bias.double(), dtype)
+    norm = kernels.Norm((torch.rand(shape[1], device="cuda") * 3).to(dtype), 1e-6)
+    residual = torch.randn(len(x), shape[0], device="cuda").to(dtype)
+    normed = kernels.skinny_gemm(x, *of, norm=norm)
+    assert_close(normed, in_double(x, norm) @ wide, dtype)
+    for rows in (2, 11):
+        added = kernels.skinny_gemm(x[:rows], *of, norm=norm, residual=residual[:rows])
+        assert torch.equal(added, normed[:rows] + residual[:rows])
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[0] % 32 == 0], ids=str)
+def test_with_swiglu_gates_and_ups_have_the_scales_of_their_own_rows(shape):
+    x, weight, bias = made(shape)
+    x, bias, of = x.bfloat16(), bias.bfloat16(), (weight.values, weight.scale)
+    for rows in (1, 8, 16):
+        apart = kernels.swiglu(kernels.skinny_gemm(x[:rows], *of, bias))
+        assert torch.equal(kernels.skinny_gemm(x[:rows], *of, bias, swiglu=True), apart)
+
+
+def test_scales_of_another_shape_are_refused():
+    x, weight, _ = made((4096, 512))
+    for scale in (weight.scale[:, :3], weight.scale.t().contiguous(), weight.scale.half()):
+        with pytest.raises(ValueError, match="scales"):
+            kernels.skinny_gemm(x.bfloat16(), weight.values, scale)
+
+
+@on_hopper
+@pytest.mark.parametrize("rows", [17, 24, 64, 130, 512, 2000])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_product_of_many_rows_is_off_by_what_rounding_them_to_fp8_takes(dtype, rows):
+    _, weight, _ = made((6144, 4096))
+    x = torch.randn(1, rows, 4096, device="cuda").to(dtype)
+    x[0, 3] = 0
+    assert multiplies(x.device, weight, dtype)
+    found = TorchOps({}, {}).quantized_product(x, weight)[0]
+    assert found.dtype == dtype and found[3].eq(0).all()
+    assert relative_error(found, x[0].double() @ weight.dequantize().double().t()) < 0.04
