@@ -153,8 +153,8 @@ struct Mainloop
             for (int i = 0; i < 4; ++i)
             {
                 float const sum = d[0][tile][i] + d[1][tile][i];
-                float const factor = L::kToHalf ? operand.back[tile][i % 2] : 1.f;
-                c[tile][i] += L::kToHalf || L::kByBlock ? sum * (L::kByBlock ? factor * scale[i / 2] : factor) : sum;
+                float const back = L::kToHalf ? sum * operand.back[tile][i % 2] : sum;
+                c[tile][i] += L::kByBlock ? back * scale[i / 2] : back; // both at once might be too small for FP32
             }
         }
     }

@@ -100,8 +100,7 @@ class TorchOps(TorchFamilyOps, TorchDraftingOps):
             numbers = weight.dequantize().to(x.dtype)
             return F.linear(x, numbers) if x.is_cuda else cpu_products.product(x, numbers)
         if weight.by_block:
-            y = self._block_product(x.flatten(0, 1), weight)
-            return y.to(x.dtype).view(*x.shape[:2], -1)
+            return self._block_product(x.flatten(0, 1), weight).view(*x.shape[:2], -1)
         rows, row_scale = self._quantize_rows(x.flatten(0, 1))
         scales = row_scale, weight.scale[None]
         # With a scale a row, BF16 is what every GPU gives. Fast: partial sums are not kept to FP32's last digits.
@@ -109,10 +108,13 @@ class TorchOps(TorchFamilyOps, TorchDraftingOps):
         return y.to(x.dtype).view(*x.shape[:2], -1)
 
     def _block_product(self, x: Tensor, weight: Fp8Weight) -> Tensor:
-        """Multiplies x [N, I] by a weight with a scale a block: BF16 [N, O]."""
+        """Multiplies x [N, I] by a weight with a scale a block: [N, O] in x's type."""
+        count, size = x.shape
+        x = F.pad(x, (0, 0, 0, -count % 4)) if count % 4 else x  # cuBLAS takes four rows at a time
         rows, scale = self._quantize_rows(x.reshape(-1, FP8_BLOCK))
-        scales = scale.view(len(x), -1).t().contiguous().t(), weight.scale.t()  # as cuBLAS reads them
-        return torch._scaled_mm(rows.view(x.shape), weight.values.t(), *scales, out_dtype=torch.bfloat16)
+        by_column = scale.view(-1, size // FP8_BLOCK).t().contiguous()
+        scales = by_column.t(), weight.scale.t()  # as cuBLAS reads them
+        return torch._scaled_mm(rows.view(x.shape), weight.values.t(), *scales, out_dtype=x.dtype)[:count]
 
     def _quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_rows(x)
