@@ -13,7 +13,7 @@ from trtllm_dflash.session.torch_session import TorchSession
 
 PREFIX = [1 + 7 * i % 120 for i in range(120)]
 PROMPTS = [[*PREFIX, 3], [*PREFIX, 5, 6], [*PREFIX[:90], 9, 9], [4, 5, 6], [*PREFIX, 3]]
-TOKENS = 90
+TOKENS = 60
 
 
 @pytest.fixture(scope="module")

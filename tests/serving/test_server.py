@@ -180,6 +180,10 @@ def test_ports_of_which_any_will_do_are_free_ones_that_no_outgoing_connection_ge
     ports = {at.http_port, at.grpc_port, at.metrics_port}
     assert len(ports) == 3 and all(20_000 <= port < 32_768 for port in ports)
     monkeypatch.setattr("trtllm_dflash.serving.endpoints._TRIES", 1)
+    monkeypatch.setattr("trtllm_dflash.serving.endpoints._ANY", sorted(ports))
+    for _ in range(20):  # it is chance that would choose one twice
+        at = Endpoints(http_port=0, grpc_port=0, metrics_port=0).chosen()
+        assert {at.http_port, at.grpc_port, at.metrics_port} == ports
     monkeypatch.setattr("trtllm_dflash.serving.endpoints._ANY", [at.http_port])
     with socket.create_server(("127.0.0.1", at.http_port)):
         assert Endpoints(http_port=0).chosen().http_port != at.http_port

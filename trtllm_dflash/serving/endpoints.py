@@ -3,6 +3,8 @@
 import errno
 import random
 import socket
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 
 from trtllm_dflash.errors import SettingsError
@@ -98,35 +100,34 @@ class Endpoints:
             twins = [flags[name] for name in given if port and given[name] == port]
             if len(twins) > 1:
                 raise SettingsError(f"port {port} is given twice ({', '.join(twins)})")
-        sockets: list[socket.socket] = []  # held until all are chosen, so that no two are the same
-        try:
-            for name, port in given.items():
-                address = self.address if name == "openai_port" else self.triton_address
-                sockets.append(self._bind(address, port, flags[name]) if port else self._bind_any(address, flags[name]))
-                given[name] = sockets[-1].getsockname()[1]
-        finally:
-            for held in sockets:
-                held.close()
+        for name, port in given.items():
+            address = self.address if name == "openai_port" else self.triton_address
+            if port:
+                self._check_free(address, port, flags[name])
+            else:
+                given[name] = self._find_free(address, flags[name], given.values())
         return replace(self, **given)
 
-    def _bind_any(self, address: str, flag: str) -> socket.socket:
-        for port in random.sample(_ANY, _TRIES):
-            try:
-                return self._bind(address, port, flag)
-            except PortTakenError:
-                continue
-        return self._bind(address, 0, flag)
+    def _find_free(self, address: str, flag: str, others: Collection[int]) -> int:
+        """Finds a free port that is none of the others: two of ours could have one, while nobody listens there."""
+        for port in random.sample([port for port in _ANY if port not in others], _TRIES):
+            with suppress(PortTakenError):
+                return self._check_free(address, port, flag)
+        return self._check_free(address, 0, flag)
 
-    def _bind(self, address: str, port: int, flag: str) -> socket.socket:
-        attempt = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        attempt.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as the server does: old connections do not count
+    def _check_free(self, address: str, port: int, flag: str) -> int:
+        """Checks that a port is free, and returns it; where it is 0, any."""
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as attempt:
+            # As the server does: old connections do not count.
+            attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._bind(attempt, address, port, flag)
+            found: int = attempt.getsockname()[1]
+            return found
+
+    def _bind(self, attempt: socket.socket, address: str, port: int, flag: str) -> None:
         try:
             attempt.bind((address, port))
-            return attempt
         except OSError as error:
-            attempt.close()
             if error.errno == errno.EADDRINUSE:
                 raise PortTakenError(f"port {port} is taken ({flag})") from None
             if error.errno == errno.EADDRNOTAVAIL:

@@ -80,6 +80,8 @@ def _describe(words: list[str], environment: list[str]) -> str:
     program = Path(words[0]).name
     if program == "tritonserver":
         return f"Triton{rank}"
-    if program == STUB:  # its first word is MODEL/VERSION/model.py
-        return f"the process of model {Path(words[1]).parents[1].name}{rank}"
+    if program == STUB:  # its first word is MODEL/VERSION/model.py; while it begins, it may have none
+        folders = Path("".join(words[1:2])).parents
+        model = f"model {folders[1].name}" if len(folders) > 1 else "a model"
+        return f"the process of {model}{rank}"
     return ""
