@@ -12,7 +12,7 @@ LINEAR = "model.layers.0.mlp.gate_up_proj"
 
 
 def test_matrices_of_an_exact_target_are_dequantized_and_the_drafter_s_are_not(monkeypatch):
-    monkeypatch.setattr(session_weights, "multiplies_fp8", lambda device: True)
+    monkeypatch.setattr(session_weights, "multiplies", lambda device, weight, dtype: True)
     torch.manual_seed(0)
     stored = {}
     for name in (LINEAR, PREFIX + LINEAR):

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 PLUGINS = ROOT / "plugins"
 #: The number of the kernels' interface, and what the header says beside it (`test_a_number_names_one_interface`).
-INTERFACE = (30, "408ff9fdc6bc70f8")
+INTERFACE = (31, "aa48fd53974e7a45")
 
 needs_compiler = pytest.mark.skipif(
     bool(kernel_build.MISSING), reason=f"not installed: {', '.join(kernel_build.MISSING)}"
@@ -288,7 +288,8 @@ def test_cuda_ops_need_the_library(load, tmp_path):
         ("uneven", 17, None),
         ("rows", 16, "skinny"),
         ("rows", 17, None),
-        ("blocks", 1, None),
+        ("blocks", 16, "skinny"),
+        ("blocks", 17, None),
         ("nvfp4", 1, None),
     ],
 )
@@ -300,7 +301,7 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
         "even": matrix.bfloat16(),
         "uneven": matrix.bfloat16(),
         "rows": Fp8Weight(values, scale.flatten()),
-        "blocks": Fp8Weight(matrix.to(torch.float8_e4m3fn), torch.ones(2, 1)),
+        "blocks": Fp8Weight(matrix.to(torch.float8_e4m3fn), torch.tensor([[0.5], [2.0]])),
         "nvfp4": Nvfp4Weight(
             torch.full((256, 64), 0x21, dtype=torch.uint8),
             torch.ones(256, 8).to(torch.float8_e4m3fn),
@@ -328,7 +329,8 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
         calls.append((values, scale, swiglu + gelu, norm is not None, residual is not None))
         if norm is not None:
             x = TorchOps({"norm.weight": norm.weight}, {}).rms_norm("norm", x, norm.eps)
-        y = x.float() @ (values.float() * (1 if scale is None else scale[:, None])).t() + bias.float()
+        numbers = values.float() if scale is None else Fp8Weight(values, scale).dequantize()
+        y = x.float() @ numbers.t() + bias.float()
         activation = torch.nn.functional.gelu if gelu else torch.nn.functional.silu
         y = activation(y[..., :128]) * y[..., 128:] if swiglu else y
         return (y if residual is None else y + residual).to(x.dtype)

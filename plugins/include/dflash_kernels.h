@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 30
+#define DFLASH_ABI_VERSION 31
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -224,8 +224,8 @@ DFLASH_API cudaError_t dflash_append(const dflash_append_params* params, cudaStr
  * 1 / sqrt(mean(x^2) + eps). The result is rounded before the bias, after it, and after the residual.
  *
  * A weight's row is a multiple of 128 bytes, and there are a multiple of 16 of them. E4M3 weights have an FP32 scale a
- * row and are multiplied in FP16, into which BF16 inputs go by a power of two for each 128 of a row: what rounding
- * takes from them is less than 2^-38 of the largest of the 128. */
+ * row, or one a block of 128 rows by 128 columns, and are multiplied in FP16, into which BF16 inputs go by a power of two
+ * for each 128 of a row: what rounding takes from them is less than 2^-38 of the largest of the 128. */
 typedef struct
 {
     int32_t dtype; /* FP16 or BF16: x, norm_weight, bias, residual and out */
@@ -238,13 +238,14 @@ typedef struct
     const void* x; /* [rows, inputs] contiguous */
     const void* norm_weight; /* [inputs], or null: x as it is */
     const void* weight; /* [outputs, inputs] contiguous */
-    const float* scale; /* [outputs], of FP8 weights */
+    const float* scale; /* of FP8 weights: [outputs], or by block [ceil(outputs / 128), inputs / 128] */
     const void* bias; /* [outputs], or null; as residual, at a multiple of 4 bytes, of more than 128 rows 16 */
     const void* residual; /* [rows, outputs] contiguous, or null; not with swiglu */
     void* out; /* [rows, outputs] contiguous */
     int32_t norm_adds_one; /* 1: the norm multiplies by one more than its weight; x and weight BF16 alone */
     int32_t gelu; /* 1: gates go through GELU by its form with tanh, not through SiLU; with swiglu only */
     const float* row_factors; /* [rows] that sums are multiplied by, or null; of dflash_exact_gemm only */
+    int32_t is_scaled_by_block; /* of FP8 weights; of dflash_skinny_gemm only */
 } dflash_skinny_gemm_params;
 
 DFLASH_API cudaError_t dflash_skinny_gemm(const dflash_skinny_gemm_params* params, cudaStream_t stream);

@@ -2,8 +2,8 @@
 //
 // Each cluster of two blocks takes its share of the weight's rows, and the two blocks, with their eight warps each,
 // share the inputs of each row; where a weight has many rows, each block takes some of them alone. So all
-// multiprocessors read equally much, in one launch, and no sum depends on how many tokens there are: a token's result is
-// the same to the bit alone and among others.
+// multiprocessors read equally much, in one launch, and no sum depends on how many tokens there are: a token's result
+// is the same to the bit alone and among others.
 //
 // Weights reach shared memory, by a warp that does nothing else, before the kernel waits for the one before it: between
 // two products, however small the kernels in between, the memory goes on reading.
@@ -74,8 +74,12 @@ __device__ __forceinline__ void multiply(
     {
         inputs.scale_norm();
     }
-    Mainloop<L> mainloop{ring, inputs};
+    Mainloop<L> mainloop{ring, inputs, share};
     Registers<L> registers;
+    if constexpr (L::kByBlock)
+    {
+        registers.scales.load(launch, share, inputs.line_of(0), 0);
+    }
     Epilogue<L> const epilogue{launch, place, shared, share};
     typename Epilogue<L>::AllTerms terms;
     typename L::Item sums[kCluster] = {}; // of an item of either half, the last the block's own
@@ -227,6 +231,13 @@ cudaError_t launch_skinny_gemm(dflash_skinny_gemm_params const& p, bool is_exact
             return launch_skinny_gemm<Layout<T, W, 6, kTokens, true>>(p, division, processors, stream);
         }
     }
+    if constexpr (std::is_same_v<W, E4M3>)
+    {
+        if (p.is_scaled_by_block)
+        {
+            return launch_skinny_gemm<Layout<T, W, 6, kTokens, false, true>>(p, division, processors, stream);
+        }
+    }
     return launch_skinny_gemm<Layout<T, W, 6, kTokens, false>>(p, division, processors, stream);
 }
 
@@ -245,7 +256,8 @@ cudaError_t skinny_gemm(dflash_skinny_gemm_params const& p, bool is_exact, cudaS
     int const columns = kLine / (is_fp8 ? 1 : 2);
     if (p.rows < 0 || p.rows > DFLASH_SKINNY_ROWS || p.inputs < columns || p.inputs % columns || p.outputs < kGranule
         || p.outputs % kGranule || (is_fp8 ? p.scale == nullptr : p.weight_dtype != p.dtype) || (p.swiglu && p.residual)
-        || (p.gelu && !p.swiglu) || (p.norm_adds_one && (is_fp8 || p.dtype != DFLASH_BF16)))
+        || (p.gelu && !p.swiglu) || (p.is_scaled_by_block && !is_fp8)
+        || (p.norm_adds_one && (is_fp8 || p.dtype != DFLASH_BF16)))
     {
         return cudaErrorInvalidValue;
     }

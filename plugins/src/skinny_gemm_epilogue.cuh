@@ -87,7 +87,7 @@ struct Epilogue
             for (int i = 0; i < 2; ++i)
             {
                 int const output = output_at(pass, is_own) + i * to_second;
-                if constexpr (L::kDecoded)
+                if constexpr (L::kDecoded && !L::kByBlock)
                 {
                     terms.scale[i] = p.scale[output];
                 }
@@ -202,7 +202,7 @@ struct Epilogue
             {
                 y.at[i] *= inverse[i % 2];
             }
-            if constexpr (L::kDecoded)
+            if constexpr (L::kDecoded && !L::kByBlock)
             {
                 y.at[i] *= terms.scale[i / 2];
             }

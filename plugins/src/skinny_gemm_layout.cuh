@@ -34,8 +34,10 @@ constexpr int kBarrier = 8; // bytes
 // kInputBytes of each token's inputs; the norm's weights for as many lie beside them.
 //
 // Sums go in the order of `product_order.cuh`, or in another: of FP8 weights, for which that takes too many registers,
-// and where lines of a chain do not lie together by pairs, which memory brings.
-template <typename InputType, typename WeightType, int kPassGranules, int kMostTokens, bool kIsOrdered>
+// and where lines of a chain do not lie together by pairs, which memory brings. A line of FP8 numbers is of one block
+// of columns, a granule of one block of rows, with swiglu of two.
+template <typename InputType, typename WeightType, int kPassGranules, int kMostTokens, bool kIsOrdered,
+    bool kIsByBlock = false>
 struct Layout
 {
     using T = InputType;
@@ -47,6 +49,7 @@ struct Layout
     static constexpr int kPairs = 8 / static_cast<int>(sizeof(W)); // of numbers in sixteen bytes of a weight
     static constexpr bool kDecoded = std::is_same_v<W, E4M3>; // products are FP16 then, whatever T is
     static constexpr bool kOrdered = kIsOrdered;
+    static constexpr bool kByBlock = kIsByBlock; // whether a weight has a scale a block of rows and columns, not a row
     static constexpr int kMostRuns = kOrdered ? 2 : 1; // whose inputs are in registers at once
     static constexpr bool kMayAddOne = std::is_same_v<T, __nv_bfloat16> && !kDecoded; // to a norm's weights
     static constexpr bool kToHalf = kDecoded && std::is_same_v<T, __nv_bfloat16>;

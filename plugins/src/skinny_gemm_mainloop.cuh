@@ -32,6 +32,33 @@ __device__ __forceinline__ void decode(uint4 const& bytes, uint32_t (&pairs)[8])
     }
 }
 
+// The scales of a warp's units, where a weight has one a block: those of a run, and of the one behind it on their way.
+// Lane l has that of granule l % 8, of its first rows or, from lane 8 on, of those that go with them.
+template <typename L>
+struct BlockScales
+{
+    static_assert(L::kGranules <= 8);
+
+    float now = 1.f, ahead = 1.f;
+
+    // Asks for those of a pass's run: they are constants.
+    __device__ __forceinline__ void load(Launch const& launch, Share const& share, int line, int pass)
+    {
+        constexpr int kBlock = 128; // rows, and columns: a line of E4M3
+        auto const& p = launch.p;
+        int const lane = threadIdx.x % 32;
+        int const granule = min(pass * L::kGranules + lane % 8, share.count - 1) + share.first;
+        int const second = lane / 8 % 2 * (p.swiglu ? p.outputs / 2 : kGranule / 2);
+        int const row = granule * (p.swiglu ? kGranule / 2 : kGranule) + second;
+        ahead = __ldg(p.scale + static_cast<int64_t>(row / kBlock) * launch.chains.lines + line);
+    }
+
+    __device__ __forceinline__ float of(int granule, int half) const
+    {
+        return __shfl_sync(0xffffffffu, now, granule + 8 * half);
+    }
+};
+
 // The registers that a warp keeps from unit to unit.
 template <typename L>
 struct Registers
@@ -39,6 +66,7 @@ struct Registers
     Operand<L> operands[L::kMostRuns];
     Squares<L> squares = {};
     Unit ahead;
+    BlockScales<L> scales;
 };
 
 // The loop over a pass's units: each run's inputs with each granule of weights.
@@ -52,6 +80,7 @@ struct Mainloop
 
     Ring<L>& ring;
     Inputs<L>& inputs;
+    Share const& share;
     int pass = 0, run = 0; // of the pass
     int active = 0; // granules of the pass
 
@@ -107,9 +136,16 @@ struct Mainloop
         }
     }
 
-    // Adds the products of both halves, scaled back.
-    __device__ __forceinline__ void add_halves(Sums const (&d)[2], Operand<L> const& operand, Sums& c)
+    // Adds the products of both halves, scaled back, and by the scales of the unit's block.
+    __device__ __forceinline__ void add_halves(
+        Sums const (&d)[2], int granule, Operand<L> const& operand, BlockScales<L> const& scales, Sums& c)
     {
+        float scale[2] = {1.f, 1.f}; // of the rows u and v
+        if constexpr (L::kByBlock)
+        {
+            scale[0] = scales.of(granule, 0);
+            scale[1] = scales.of(granule, 1);
+        }
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile)
         {
@@ -117,7 +153,8 @@ struct Mainloop
             for (int i = 0; i < 4; ++i)
             {
                 float const sum = d[0][tile][i] + d[1][tile][i];
-                c[tile][i] += L::kToHalf ? sum * operand.back[tile][i % 2] : sum;
+                float const back = L::kToHalf ? sum * operand.back[tile][i % 2] : sum;
+                c[tile][i] += L::kByBlock ? back * scale[i / 2] : back; // both at once might be too small for FP32
             }
         }
     }
@@ -142,7 +179,7 @@ struct Mainloop
             {
                 registers.ahead = ring.read(); // while the products are on their way
             }
-            add_halves(d, operand, c);
+            add_halves(d, granule, operand, registers.scales, c);
             ring.release(__float_as_uint(c[0][0]));
         }
         else
@@ -160,6 +197,10 @@ struct Mainloop
         for (run = 0; run < inputs.runs; run += inputs.runs_at_once)
         {
             int const runs = min(inputs.runs_at_once, inputs.runs - run);
+            if constexpr (L::kByBlock)
+            {
+                next_scales(registers.scales);
+            }
             if (inputs.are_to_be_taken(pass))
             {
                 begin_runs(runs, registers);
@@ -181,6 +222,14 @@ struct Mainloop
                 }
             }
         }
+    }
+
+    // Takes the scales of the run that begins, and asks for those of the next one.
+    __device__ __forceinline__ void next_scales(BlockScales<L>& scales)
+    {
+        bool const is_last = run + 1 == inputs.runs;
+        scales.now = scales.ahead;
+        scales.load(inputs.launch, share, inputs.line_of(is_last ? 0 : run + 1), is_last ? pass + 1 : pass);
     }
 
     // Takes the inputs of some runs, by one code: always as the last operand, from where they move on.

@@ -11,6 +11,8 @@ from trtllm_dflash.kernels.library import is_hopper, load, processors, run, run_
 
 Tensor = torch.Tensor
 
+#: Rows and columns of the blocks that have a scale each, of E4M3 weights.
+FP8_BLOCK = 128
 #: Rows that `skinny_gemm` takes.
 SKINNY_ROWS = 16
 #: Numbers of a row that `exact_gemm` norms: as many as its kernel has shared memory for.
@@ -31,6 +33,7 @@ SkinnyGemmParams = structure(
     pointers="x norm_weight weight scale bias residual out",
     ints_="norm_adds_one gelu",
     pointers_="row_factors",
+    ints__="is_scaled_by_block",
 )
 
 NormInputsParams = structure(
@@ -71,7 +74,8 @@ def skinny_gemm(
     """Multiplies few rows x [..., I] by weight [O, I], transposed, plus bias [O]: [..., O]. No row depends on others.
 
     Args:
-        weight: of x's type, or E4M3 with `scale` [O] in FP32. See `takes_skinny` for the sizes.
+        weight: of x's type, or E4M3 with `scale` in FP32, [O] or by block [ceil(O / 128), I / 128]. See `takes_skinny`
+            for the sizes.
         swiglu: its rows are gate, then up: returns silu(gate) * up, [..., O/2].
         norm: norms x first. No less precise than the normed rows, rounded, times the weight.
         residual: [..., O], added at the end; not with swiglu.
@@ -212,6 +216,10 @@ def _product(
     check(x.shape[-1] == inputs, f"x {tuple(x.shape)} times weight {tuple(weight.shape)}")
     check(x.is_contiguous() and weight.is_contiguous(), "x and the weight must be contiguous")
     check(weight.dtype == (x.dtype if scale is None else torch.float8_e4m3fn), f"a weight of {weight.dtype}")
+    if scale is not None:
+        shapes = (outputs,), (-(-outputs // FP8_BLOCK), inputs // FP8_BLOCK)
+        is_right = scale.shape in shapes and scale.dtype == torch.float32 and scale.is_contiguous()
+        check(is_right, f"scales {tuple(scale.shape)} {scale.dtype} of a weight {tuple(weight.shape)}")
     width = outputs // 2 if swiglu else outputs
     out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
     if norm is not None:
@@ -243,6 +251,7 @@ def _product(
         norm_adds_one=int(norm is not None and norm.adds_one),
         gelu=int(gelu),
         row_factors=address(row_factors),
+        is_scaled_by_block=int(scale is not None and scale.ndim == 2),
     )
     if has_workspace:
         run_with_workspace(function, params, x.device)

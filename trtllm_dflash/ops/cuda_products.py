@@ -100,7 +100,7 @@ class CudaProducts(TorchOps):
         weight = linear_weight(self.weights, name)
         if isinstance(weight, Tensor):
             values, scale = weight, None
-        elif isinstance(weight, Fp8Weight) and not weight.by_block:
+        elif isinstance(weight, Fp8Weight):
             values, scale = weight.values, weight.scale
         else:
             return None

@@ -1,6 +1,7 @@
 """FP8 (E4M3) numbers and their FP32 scales: of weights, and of the rows that are multiplied by them."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -71,6 +72,23 @@ def dequantize_cache_rows(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tenso
     return (x.float() * scale).to(dtype)
 
 
-def multiplies_fp8(device: torch.device) -> bool:
-    """Whether a device multiplies FP8 matrices: GPUs from compute capability 8.9 on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+def multiplies(device: torch.device, weight: Fp8Weight, dtype: torch.dtype) -> bool:
+    """Whether `TorchOps` multiplies rows of `dtype` by an FP8 weight as it is stored, on that device.
+
+    GPUs from compute capability 8.9 on do by one with a scale a row. By one with a scale a block Hopper GPUs do, of
+    rows in 16 bits, where there are whole blocks, four at a time, and cuBLAS is of CUDA 12.9 or later.
+    """
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if not weight.by_block:
+        return capability >= (8, 9)
+    outputs, inputs = weight.values.shape[-2:]
+    is_whole = outputs % FP8_BLOCK == 0 and inputs % (4 * FP8_BLOCK) == 0
+    return capability == (9, 0) and is_whole and dtype in (torch.bfloat16, torch.float16) and _takes_blocks()
+
+
+@cache
+def _takes_blocks() -> bool:
+    """Whether this torch hands scales of blocks to cuBLAS."""
+    versions = torch.__version__, torch.version.cuda or "0"
+    release, cuda = (tuple(int(part) for part in version.split("+")[0].split(".")[:2]) for version in versions)
+    return release >= (2, 9) and cuda >= (12, 9)

@@ -17,11 +17,12 @@ from trtllm_dflash.ops.delta_rule import gated_delta
 from trtllm_dflash.ops.delta_states import DeltaStates, Run
 from trtllm_dflash.ops.draft_tree import LEAST, RANKS, TOLL, DraftTree
 from trtllm_dflash.ops.experts import Experts, in_tiles, one_by_one
+from trtllm_dflash.ops.formats import FP8_BLOCK
 from trtllm_dflash.ops.fp8 import (
     FP8,
     Fp8Weight,
     dequantize_cache_rows,
-    multiplies_fp8,
+    multiplies,
     quantize_cache_rows,
     quantize_rows,
 )
@@ -92,17 +93,28 @@ class TorchOps(TorchFamilyOps, TorchDraftingOps):
     def quantized_product(self, x: Tensor, weight: QuantizedWeight) -> Tensor:
         """Multiplies x [B, N, I] by a quantized weight [O, I], transposed: [B, N, O] in x's type.
 
-        Where the device multiplies FP8 and each row of the weight has its scale, x is rounded to FP8 too, with a scale
-        a row of its own. Else x is multiplied by the numbers that the weight stands for.
+        Where the device multiplies FP8, x is rounded to FP8 too: with a scale a row of its own, or a scale for each 128
+        of a row where the weight has one a block. Else x is multiplied by the numbers that the weight stands for.
         """
-        if not isinstance(weight, Fp8Weight) or weight.by_block or not multiplies_fp8(x.device):
+        if not isinstance(weight, Fp8Weight) or not multiplies(x.device, weight, x.dtype):
             numbers = weight.dequantize().to(x.dtype)
             return F.linear(x, numbers) if x.is_cuda else cpu_products.product(x, numbers)
+        if weight.by_block:
+            return self._block_product(x.flatten(0, 1), weight).view(*x.shape[:2], -1)
         rows, row_scale = self._quantize_rows(x.flatten(0, 1))
         scales = row_scale, weight.scale[None]
         # With a scale a row, BF16 is what every GPU gives. Fast: partial sums are not kept to FP32's last digits.
         y = torch._scaled_mm(rows, weight.values.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
         return y.to(x.dtype).view(*x.shape[:2], -1)
+
+    def _block_product(self, x: Tensor, weight: Fp8Weight) -> Tensor:
+        """Multiplies x [N, I] by a weight with a scale a block: [N, O] in x's type."""
+        count, size = x.shape
+        x = F.pad(x, (0, 0, 0, -count % 4)) if count % 4 else x  # cuBLAS takes four rows at a time
+        rows, scale = self._quantize_rows(x.reshape(-1, FP8_BLOCK))
+        by_column = scale.view(-1, size // FP8_BLOCK).t().contiguous()
+        scales = by_column.t(), weight.scale.t()  # as cuBLAS reads them
+        return torch._scaled_mm(rows.view(x.shape), weight.values.t(), *scales, out_dtype=x.dtype)[:count]
 
     def _quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_rows(x)

@@ -10,8 +10,8 @@ from trtllm_dflash.models.drafter import PREFIX
 from trtllm_dflash.models.rope_tables import rope_tables
 from trtllm_dflash.ops.cpu_products import packed, why_inexact
 from trtllm_dflash.ops.cuda_experts import is_joined
-from trtllm_dflash.ops.fp8 import Fp8Weight, multiplies_fp8
-from trtllm_dflash.ops.linear_weight import QuantizedWeight, joined_name, linear_weight, stored_tensors
+from trtllm_dflash.ops.fp8 import Fp8Weight, multiplies
+from trtllm_dflash.ops.linear_weight import joined_name, linear_weight, stored_tensors
 
 #: Rows of a matrix that our kernels multiply by at a time.
 _ROWS = 16
@@ -102,7 +102,8 @@ def multiplied_weights(
         parts = {key: part.to(device) for key, part in stored_tensors(linear, weight).items()}
         is_exact = exact and not name.startswith(PREFIX)
         is_expert = weight.values.ndim == 3 or is_joined(weights, linear)
-        if is_expert or (_multiplies(device, weight) and not is_exact):
+        multiplied = isinstance(weight, Fp8Weight) and multiplies(device, weight, dtype)
+        if is_expert or (multiplied and not is_exact):
             moved |= parts
             continue
         there = linear_weight(parts, linear)
@@ -110,8 +111,3 @@ def multiplied_weights(
         moved[name] = there.dequantize().to(dtype)
         scales |= parts.keys() - {name}
     return {name: tensor for name, tensor in moved.items() if name not in scales}
-
-
-def _multiplies(device: torch.device, weight: QuantizedWeight) -> bool:
-    """Whether `TorchOps` multiplies by that weight as stored: FP8 with a scale a row, on GPUs that multiply FP8."""
-    return isinstance(weight, Fp8Weight) and not weight.by_block and multiplies_fp8(device)
