@@ -239,6 +239,8 @@ def norms(dtype: torch.dtype) -> None:
             kernels.add_normed(x, weight, EPSILON, y, y.view(-1)[:1])
             kernels.add_normed(x, weight, EPSILON, scale=0.5)
         kernels.quantize_rows(x.view(10, size))
+        if size % 128 == 0:
+            kernels.quantize_blocks(x.view(10, size))
     for size in (8, 1000, 12288):
         x = normal(1, 5, 2 * size, dtype=dtype)
         kernels.swiglu(x)
@@ -714,11 +716,12 @@ def products(dtype: torch.dtype, outputs: int, inputs: int) -> None:
     """Products of few rows with weights [outputs, inputs]."""
     if torch.cuda.get_device_capability()[0] not in SKINNY_GPUS:
         return
-    for fp8 in (False, True):
+    scales = torch.rand(outputs, device="cuda"), torch.rand(-(-outputs // 128), inputs // 128, device="cuda")
+    for scale in (None, *scales):  # of rows, and of blocks
+        fp8 = scale is not None
         if fp8 and inputs % 128:
             continue
         weight = normal(outputs, inputs, dtype=E4M3 if fp8 else dtype, by=0.05)
-        scale = torch.rand(outputs, device="cuda") if fp8 else None
         bias, norm = normal(outputs, dtype=dtype), kernels.Norm(normal(inputs, dtype=dtype), EPSILON)
         for rows in (3, 16):
             x, residual = normal(rows, inputs, dtype=dtype), normal(rows, outputs, dtype=dtype)

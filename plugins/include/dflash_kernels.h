@@ -371,15 +371,17 @@ typedef struct
 
 DFLASH_API cudaError_t dflash_gate(const dflash_gate_params* params, cudaStream_t stream);
 
-/* Rows as E4M3 and a scale each, the largest magnitude / 448 (and 1e-12). I is a multiple of 8 and at most 32,768. */
+/* Rows as E4M3 and a scale each, the largest magnitude / 448 (and 1e-12). I is a multiple of 8 and at most 32,768; with
+ * a scale for each 128 numbers of a row, a multiple of 128. */
 typedef struct
 {
     int32_t dtype; /* FP16 or BF16: x */
     int32_t rows;
     int32_t size; /* I */
+    int32_t by_block; /* whether each 128 numbers of a row have a scale */
     const void* x; /* [rows, I] contiguous */
     uint8_t* out; /* [rows, I] contiguous */
-    float* scale; /* [rows] */
+    float* scale; /* [rows], or by block [I / 128, rows] */
 } dflash_quantize_params;
 
 DFLASH_API cudaError_t dflash_quantize(const dflash_quantize_params* params, cudaStream_t stream);

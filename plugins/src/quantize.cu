@@ -1,4 +1,4 @@
-// Rows as E4M3 numbers with a scale each, for products with FP8 weights.
+// Rows as E4M3 numbers with a scale each or a scale a block, for products with FP8 weights.
 #include "dflash_kernels.h"
 #include "element.cuh"
 #include "launch.cuh"
@@ -13,8 +13,40 @@ namespace
 constexpr int kVector = 8; // elements of one 16-byte access
 constexpr int kMaxThreads = 1024;
 constexpr int kMaxVectors = 4; // a thread's
+constexpr int kBlock = 128; // numbers that share a scale, where not all of a row do
+constexpr int kBlockLanes = kBlock / kVector;
+constexpr int kBlockThreads = 256;
 constexpr float kLargest = 448.f; // of E4M3
 constexpr float kLeast = 1e-12f; // so that a row of zeros has a scale
+
+__device__ __forceinline__ float scale_of(float largest)
+{
+    return fmaf(largest, 1.f / kLargest, kLeast);
+}
+
+template <typename T>
+__device__ __forceinline__ float largest_of(Vector<T, kVector> const& x, float largest)
+{
+#pragma unroll
+    for (int j = 0; j < kVector; ++j)
+    {
+        largest = fmaxf(largest, fabsf(to_float(x.at[j])));
+    }
+    return largest;
+}
+
+template <typename T>
+__device__ __forceinline__ void store_scaled(uint8_t* out, Vector<T, kVector> const& x, float scale)
+{
+    alignas(8) uint16_t pairs[kVector / 2];
+#pragma unroll
+    for (int j = 0; j < kVector; j += 2)
+    {
+        float2 const pair = {to_float(x.at[j]) / scale, to_float(x.at[j + 1]) / scale};
+        pairs[j / 2] = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
+    }
+    *reinterpret_cast<uint2*>(out) = *reinterpret_cast<uint2 const*>(pairs);
+}
 
 // One block a row, which stays in registers between its largest number and its scaling.
 template <typename T, int kVectors>
@@ -32,11 +64,7 @@ __global__ void __launch_bounds__(kMaxThreads) quantize_kernel(dflash_quantize_p
         if (at < p.size)
         {
             held[i] = load_vector<T, kVector>(x + at);
-#pragma unroll
-            for (int j = 0; j < kVector; ++j)
-            {
-                largest = fmaxf(largest, fabsf(to_float(held[i].at[j])));
-            }
+            largest = largest_of(held[i], largest);
         }
     }
     __shared__ float warps[kMaxThreads / 32];
@@ -47,7 +75,7 @@ __global__ void __launch_bounds__(kMaxThreads) quantize_kernel(dflash_quantize_p
     }
     __syncthreads();
     largest = warp_max(threadIdx.x % 32 < blockDim.x / 32 ? warps[threadIdx.x % 32] : 0.f);
-    float const scale = fmaf(largest, 1.f / kLargest, kLeast);
+    float const scale = scale_of(largest);
     if (threadIdx.x == 0)
     {
         p.scale[row] = scale;
@@ -58,14 +86,34 @@ __global__ void __launch_bounds__(kMaxThreads) quantize_kernel(dflash_quantize_p
         int const at = (threadIdx.x + i * blockDim.x) * kVector;
         if (at < p.size)
         {
-            alignas(8) uint16_t pairs[kVector / 2];
+            store_scaled(p.out + row * p.size + at, held[i], scale);
+        }
+    }
+}
+
+// Half a warp a block of a row.
+template <typename T>
+__global__ void __launch_bounds__(kBlockThreads) quantize_blocks_kernel(dflash_quantize_params const p)
+{
+    begin();
+    int const blocks = p.size / kBlock; // of a row
+    int64_t const index = int64_t{blockIdx.x} * (kBlockThreads / kBlockLanes) + threadIdx.x / kBlockLanes;
+    bool const is_one = index < int64_t{p.rows} * blocks;
+    int64_t const at = index * kBlock + threadIdx.x % kBlockLanes * kVector;
+    auto const held = is_one ? load_vector<T, kVector>(static_cast<T const*>(p.x) + at) : Vector<T, kVector>{};
+    float largest = largest_of(held, 0.f);
 #pragma unroll
-            for (int j = 0; j < kVector; j += 2)
-            {
-                float2 const pair = {to_float(held[i].at[j]) / scale, to_float(held[i].at[j + 1]) / scale};
-                pairs[j / 2] = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
-            }
-            *reinterpret_cast<uint2*>(p.out + row * p.size + at) = *reinterpret_cast<uint2 const*>(pairs);
+    for (int step = kBlockLanes / 2; step > 0; step /= 2)
+    {
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+    }
+    float const scale = scale_of(largest);
+    if (is_one)
+    {
+        store_scaled(p.out + at, held, scale);
+        if (threadIdx.x % kBlockLanes == 0)
+        {
+            p.scale[index % blocks * p.rows + index / blocks] = scale;
         }
     }
 }
@@ -73,6 +121,12 @@ __global__ void __launch_bounds__(kMaxThreads) quantize_kernel(dflash_quantize_p
 template <typename T>
 cudaError_t launch_quantize(dflash_quantize_params const& p, cudaStream_t stream)
 {
+    if (p.by_block)
+    {
+        int64_t const threads = int64_t{p.rows} * p.size / kVector;
+        int const count = static_cast<int>((threads + kBlockThreads - 1) / kBlockThreads);
+        return launch_kernel(quantize_blocks_kernel<T>, dim3(count), kBlockThreads, 0, stream, p);
+    }
     int const vectors = p.size / kVector;
     int const threads = vectors >= kMaxThreads ? kMaxThreads : (vectors + 31) / 32 * 32;
     auto const kernel = vectors <= threads ? quantize_kernel<T, 1> : quantize_kernel<T, kMaxVectors>;
@@ -85,7 +139,8 @@ cudaError_t launch_quantize(dflash_quantize_params const& p, cudaStream_t stream
 extern "C" cudaError_t dflash_quantize(dflash_quantize_params const* p, cudaStream_t stream)
 {
     using namespace dflash;
-    if (p->size < kVector || p->size % kVector || p->size > kMaxThreads * kMaxVectors * kVector)
+    int const unit = p->by_block ? kBlock : kVector;
+    if (p->size < unit || p->size % unit || p->size > kMaxThreads * kMaxVectors * kVector)
     {
         return cudaErrorInvalidValue;
     }

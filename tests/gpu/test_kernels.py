@@ -716,6 +716,17 @@ def test_rows_are_quantized_as_torch_quantizes_them(dtype, size):
     assert (near > 1e-6 * x.float().abs()).float().mean() < 1e-2
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("rows,size", [(1, 128), (4, 2944), (33, 5120), (516, 17408)])
+def test_blocks_of_rows_are_quantized_as_rows_are(dtype, rows, size):
+    x = torch.randn(rows, size, dtype=dtype, device="cuda") * torch.rand(size, device="cuda").mul_(6).exp_().to(dtype)
+    x[rows // 2, :128] = 0
+    values, scale = kernels.quantize_blocks(x)
+    expected, expected_scale = kernels.quantize_rows(x.view(-1, 128))
+    assert torch.equal(scale.t().flatten(), expected_scale.flatten())
+    assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8).view(rows, size))
+
+
 # -- embeddings --------------------------------------------------------------------------------------------------------
 
 

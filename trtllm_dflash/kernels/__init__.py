@@ -58,7 +58,7 @@ from trtllm_dflash.kernels.products import (
     takes_wide,
     wide_gemm,
 )
-from trtllm_dflash.kernels.quantize import quantize_rows, takes_quantize
+from trtllm_dflash.kernels.quantize import quantize_blocks, quantize_rows, takes_quantize
 from trtllm_dflash.kernels.rows import Rows, accept_rows, begin_rows, end_rows
 from trtllm_dflash.kernels.shape import (
     KeptPenalties,
@@ -139,6 +139,7 @@ __all__ = [
     "load",
     "load_for",
     "log_probabilities",
+    "quantize_blocks",
     "quantize_rows",
     "remedy",
     "rms_norm",

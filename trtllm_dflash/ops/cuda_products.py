@@ -120,6 +120,10 @@ class CudaProducts(TorchOps):
         x = x.contiguous()
         return kernels.quantize_rows(x) if kernels.takes_quantize(x) else super()._quantize_rows(x)
 
+    def _quantize_blocks(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.contiguous()
+        return kernels.quantize_blocks(x) if kernels.takes_quantize(x) else super()._quantize_blocks(x)
+
     def rms_norm(self, name: str, x: Tensor, eps: float) -> Tensor:
         weight = self.weights[name + ".weight"]
         return kernels.rms_norm(x, weight, eps) if kernels.takes_norm(x) else super().rms_norm(name, x, eps)

@@ -57,6 +57,12 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scale).to(FP8), scale
 
 
+def quantize_blocks(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds x [N, I] likewise, with a scale for each 128 numbers of a row: [N, I], and FP32 [I / 128, N]."""
+    values, scale = quantize_rows(x.reshape(-1, FP8_BLOCK))
+    return values.view(x.shape), scale.view(x.shape[0], -1).t().contiguous()
+
+
 def dequantize_rows(x: Tensor, scale: Tensor) -> Tensor:
     """Multiplies E4M3 x [N, I] by scales [N] or [N, 1]: FP32 [N, I]."""
     return x.float() * scale.view(-1, 1)

@@ -17,12 +17,12 @@ from trtllm_dflash.ops.delta_rule import gated_delta
 from trtllm_dflash.ops.delta_states import DeltaStates, Run
 from trtllm_dflash.ops.draft_tree import LEAST, RANKS, TOLL, DraftTree
 from trtllm_dflash.ops.experts import Experts, in_tiles, one_by_one
-from trtllm_dflash.ops.formats import FP8_BLOCK
 from trtllm_dflash.ops.fp8 import (
     FP8,
     Fp8Weight,
     dequantize_cache_rows,
     multiplies,
+    quantize_blocks,
     quantize_cache_rows,
     quantize_rows,
 )
@@ -109,15 +109,17 @@ class TorchOps(TorchFamilyOps, TorchDraftingOps):
 
     def _block_product(self, x: Tensor, weight: Fp8Weight) -> Tensor:
         """Multiplies x [N, I] by a weight with a scale a block: [N, O] in x's type."""
-        count, size = x.shape
+        count = x.shape[0]
         x = F.pad(x, (0, 0, 0, -count % 4)) if count % 4 else x  # cuBLAS takes four rows at a time
-        rows, scale = self._quantize_rows(x.reshape(-1, FP8_BLOCK))
-        by_column = scale.view(-1, size // FP8_BLOCK).t().contiguous()
-        scales = by_column.t(), weight.scale.t()  # as cuBLAS reads them
-        return torch._scaled_mm(rows.view(x.shape), weight.values.t(), *scales, out_dtype=x.dtype)[:count]
+        rows, scale = self._quantize_blocks(x)
+        scales = scale.t(), weight.scale.t()  # as cuBLAS reads them
+        return torch._scaled_mm(rows, weight.values.t(), *scales, out_dtype=x.dtype)[:count]
 
     def _quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_rows(x)
+
+    def _quantize_blocks(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return quantize_blocks(x)
 
     def rms_norm(self, name: str, x: Tensor, eps: float) -> Tensor:
         weight = self.weights[name + ".weight"]
