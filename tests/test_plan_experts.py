@@ -1,4 +1,6 @@
-"""Experts in few bits in a plan: what is said of them, and the rate at which they are read."""
+"""Matrices in few bits in a plan: what is said of them, and the rate at which they are read."""
+
+from math import prod
 
 import pytest
 
@@ -7,7 +9,7 @@ from trtllm_dflash.build.assumptions import assumptions
 from trtllm_dflash.cost import prediction
 from trtllm_dflash.cost.floor import StepCount
 from trtllm_dflash.cost.gpus import GPUS
-from trtllm_dflash.cost.memory import weight_bytes
+from trtllm_dflash.cost.memory import plan_memory, weight_bytes
 from trtllm_dflash.cost.prediction import decoded_share, predict_step
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.weights import WeightPrecision
@@ -34,6 +36,23 @@ def test_experts_in_nvfp4_are_planned_as_our_kernels_read_them():
     for precision, says in ("bf16", "without our kernels, "), ("fp32", ""):
         notes = assumptions(nvfp4.model_copy(update={"precision": precision}), GPUS["h200"], None)
         assert f"Experts: {says}the torch backend unpacks their weights in memory: slower than this." in notes
+
+
+def test_attention_in_fp8_blocks_is_planned_as_it_is_stored_where_a_gpu_multiplies_it_so():
+    """On Hopper GPUs; elsewhere the torch backend dequantizes it. MiniMax-M2's head is of 16 bits everywhere."""
+    engine = config("minimax-m2.5")
+    said = {
+        "b300": f"FP8-BLOCKS, but for experts, dequantized to {engine.precision.upper()} at load",
+        "h100": "FP8-BLOCKS, read as they are and multiplied at twice BF16's rate",
+    }
+    for gpu, words in said.items():
+        assert any(words in note for note in assumptions(engine, GPUS[gpu], None))
+    attention = [w for w in build_target(engine.target).weights() if "self_attn" in w.name and w.is_matrix]
+    count = sum(prod(weight.shape(1, 0)) for weight in attention)
+    saved = plan_memory(engine, GPUS["b300"]).weights - plan_memory(engine, GPUS["h100"]).weights
+    assert saved == count - 4 * count // 128**2  # a byte a number, but for scales
+    dequantized, stored = (StepCount(engine, GPUS[gpu]).parts(Drafting.OFF, 1, 1, 0)[0].products for gpu in said)
+    assert dequantized.bytes - stored.bytes == saved and dequantized.flops - stored.flops == count
 
 
 @pytest.mark.parametrize("stored", ["mxfp4", "nvfp4"])

@@ -183,6 +183,16 @@ def test_build_says_what_the_torch_backend_dequantizes(tmp_path):
     assert "target: nvfp4 is dequantized to fp32 at load by --backend torch" in said
 
 
+def test_blocks_of_fp8_are_dequantized_on_other_gpus_than_hopper_s(tmp_path):
+    pair = open_pair(*make_quantized(tmp_path, "blocks")[:2])
+    said = {
+        gpu: choose_precision(pair.target_config, pair.drafter.config, "torch", None, None, gpu).said
+        for gpu in ("sm89", "sm90", "sm120")
+    }
+    note = "target: {0}; drafter: {0}".format("fp8-blocks is dequantized to bf16 at load by --backend torch")
+    assert said == {"sm89": note, "sm90": None, "sm120": note}
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

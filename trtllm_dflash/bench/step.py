@@ -256,7 +256,7 @@ class StepBench:
                     seconds[arm].append(self.timed(arm, batch))
                     done += 1
             for arm in plan.arms:
-                work = step_work(plan.config, arm.drafting, batch, arm.rows, plan.cache_length)
+                work = step_work(plan.config, arm.drafting, batch, arm.rows, plan.cache_length, present_gpu())
                 # The first round may compile.
                 self.report.lines.append(Line(arm, batch, plan.cache_length, seconds[arm][1:], work))
         if self.session.device.type == "cuda":

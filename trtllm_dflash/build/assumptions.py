@@ -3,7 +3,7 @@
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.cost.floor import is_expert
 from trtllm_dflash.cost.gpus import COPY_SHARE, GEMM_SHARE, PublishedGPU, capability
-from trtllm_dflash.cost.memory import computes_all_experts, pages_on_gpu
+from trtllm_dflash.cost.memory import computes_all_experts, is_multiplied_in_fp8, pages_on_gpu, stored_as
 from trtllm_dflash.cost.prediction import (
     ERROR_BOUND,
     FP8_CACHE_ERROR_BOUND,
@@ -45,7 +45,7 @@ def assumptions(config: EngineConfig, gpu: PublishedGPU, acceptance: float | Non
         notes += _experts(config, gpu, target.moe)
     notes += _caches(config, gpu)
     if target.linear_precision is not None:
-        notes.append(_target(config, target.linear_precision))
+        notes.append(_target(config, target.linear_precision, gpu))
     if drafter is not None:
         notes += _drafter(drafter, acceptance)
     notes.append("Tokens/s: of decoding alone, with all slots at work; prompts and the queue are not in it.")
@@ -164,7 +164,7 @@ def _caches(config: EngineConfig, gpu: PublishedGPU) -> list[str]:
     return notes
 
 
-def _target(config: EngineConfig, kind: WeightPrecision) -> str:
+def _target(config: EngineConfig, kind: WeightPrecision, gpu: PublishedGPU) -> str:
     """Explains how a step is assumed to multiply a target's matrices in few bits."""
     said = f"Target: matrices in {kind.value.upper()}"
     if kind is WeightPrecision.INT4:
@@ -172,10 +172,12 @@ def _target(config: EngineConfig, kind: WeightPrecision) -> str:
         if config.backend == "torch":
             read = "those that rows choose dequantized each time" if config.precision == "fp32" else "read as they are"
         return f"Target: experts in INT4, {read}."
-    if config.backend == "torch" and kind is not WeightPrecision.FP8:
+    dense = [weight for weight in target_weights(config.target) if weight.precision is kind and weight.stack is None]
+    if any(stored_as(config, weight, gpu) is not kind for weight in dense):
         apart = "" if config.target.moe is None else ", but for experts,"
         return f"{said}{apart} dequantized to {config.precision.upper()} at load by the torch backend."
-    rate = "at twice BF16's rate" if kind is WeightPrecision.FP8 else "at BF16's rate"
+    in_fp8 = any(is_multiplied_in_fp8(config, weight, gpu) for weight in dense)
+    rate = "at twice BF16's rate" if in_fp8 else "at BF16's rate"
     return f"{said}, read as they are and multiplied {rate}; not compared with steps of such a target."
 
 

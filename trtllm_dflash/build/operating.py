@@ -242,7 +242,7 @@ class _Node:
 
     def plain(self) -> Iterator[Operation]:
         engine = self._engine.model_copy(update={"drafter": None, "block_size": 1})
-        count = StepCount(engine)
+        count = StepCount(engine, self._gpu)
         for batch in self._batches(engine, 0):
             seconds = predict_step(count, self._gpu, Drafting.OFF, batch, 1, self._length).seconds
             yield self._operation("plain", batch, 0, 1.0, seconds)
@@ -250,7 +250,7 @@ class _Node:
     def dflash(self, acceptance: float) -> Iterator[Operation]:
         engine = self._engine
         assert engine.drafter is not None  # `check_plan` saw an acceptance
-        count, imposed = StepCount(engine), ImposedAcceptance(acceptance, engine.drafter.step_rows)
+        count, imposed = StepCount(engine, self._gpu), ImposedAcceptance(acceptance, engine.drafter.step_rows)
         for batch in self._batches(engine, 0):
             for drafts in draft_lengths(engine.block_size)[1:]:
                 seconds = predict_step(count, self._gpu, Drafting.BLOCK, batch, drafts + 1, self._length).seconds
@@ -258,7 +258,7 @@ class _Node:
 
     def eagle3(self, acceptance: float, draft: Eagle3Draft) -> Iterator[Operation]:
         engine = self._engine.model_copy(update={"drafter": None, "block_size": draft.rows})
-        count, drafter = StepCount(engine), Eagle3Count(engine)
+        count, drafter = StepCount(engine, self._gpu), Eagle3Count(engine)
         imposed = ImposedAcceptance(acceptance, draft.passes + 1)
         drafts = [Eagle3Draft(n, 1, n + 1) for n in range(1, draft.passes + 1)] if draft.is_chain else [draft]
         for batch in self._batches(engine, drafter.bytes):

@@ -228,7 +228,7 @@ def make_plan(build: BuildSettings, settings: PlanSettings, batches: tuple[int, 
         block_size=config.block_size,
         cache_length=length,
         acceptance=settings.acceptance,
-        memory=_memory(config, memory),
+        memory=_memory(config, memory, gpu),
         pages=_pages(config, gpu),
         largest_batch=most,
         largest_seq_len=longest,
@@ -324,9 +324,9 @@ def _limits(config: EngineConfig, gpu: PublishedGPU) -> Limits:
     )
 
 
-def _memory(config: EngineConfig, plan: MemoryPlan) -> Memory:
+def _memory(config: EngineConfig, plan: MemoryPlan, gpu: PublishedGPU) -> Memory:
     return Memory(
-        **_weights_by_part(config, plan.weights),
+        **_weights_by_part(config, plan.weights, gpu),
         target_cache_per_slot=plan.target_cache // config.max_batch,
         drafter_cache_per_slot=plan.drafter_cache // config.max_batch,
         slots=config.max_batch,
@@ -345,13 +345,13 @@ def _pages(config: EngineConfig, gpu: PublishedGPU) -> Pages | None:
     return Pages(count=paging.pages, rows=paging.rows)
 
 
-def _weights_by_part(config: EngineConfig, total: int) -> dict[str, int]:
+def _weights_by_part(config: EngineConfig, total: int, gpu: PublishedGPU) -> dict[str, int]:
     sizes = dict.fromkeys(("attention", "feed_forward", "experts", "embedding", "lm_head", "rest", "drafter"), 0)
     size = config.dtype.itemsize
     for weight in target_weights(config.target):
-        sizes[_part(weight)] += stored_bytes(config, weight)
+        sizes[_part(weight)] += stored_bytes(config, weight, gpu)
     if config.drafter is not None:
-        sizes["drafter"] = sum(stored_bytes(config, weight) for weight in Drafter(config.drafter).weights())
+        sizes["drafter"] = sum(stored_bytes(config, weight, gpu) for weight in Drafter(config.drafter).weights())
     if config.target.tied_embeddings and config.tp > 1:  # a rank's slice is a tensor of its own
         sizes["lm_head"] = config.target.vocab_size // config.tp * config.target.hidden_size * size
     # A TensorRT plan may hold experts otherwise than they are stored.
@@ -374,7 +374,7 @@ def _part(weight: Weight) -> str:
 def _points(
     config: EngineConfig, gpu: PublishedGPU, acceptance: float | None, batches: list[int], length: int
 ) -> list[Point]:
-    count, points = StepCount(config), []
+    count, points = StepCount(config, gpu), []
     for batch in batches:
         points.append(_point(count, gpu, acceptance, "plain", batch, 0, length))
         if config.drafter is None:

@@ -54,6 +54,11 @@ class _Place:
         formats = [name for name, least in CAPABILITY.items() if self.gpu is None or self.gpu >= least]
         return [*reversed(formats), "bf16", "fp16", "fp32"]
 
+    @property
+    def multiplies_blocks(self) -> bool:
+        """Whether matrices in FP8 by blocks are multiplied as they are stored, where their sides are whole blocks."""
+        return self.gpu == 90 and self.engine != "fp32"
+
     def check(self, knob: str, wanted: str) -> None:
         if wanted not in self.has:
             raise SettingsError(f"{knob}: sm{self.gpu} has {', '.join(self.has)}, and no {wanted}")
@@ -167,13 +172,14 @@ def check_sides(target: DecoderConfig, drafter: DrafterConfig | None, tp: int) -
 
 
 def _dequantized(place: _Place, role: str, model: DecoderConfig) -> str | None:
-    """Say how this backend dequantizes a format that it multiplies on no GPU; None for others."""
+    """Say how this backend dequantizes a format that it does not multiply there; None for others."""
     kind = model.linear_precision
     if place.backend == "tensorrt" or kind is None:
         return None
     said = []
     weights = [weight for weight in target_weights(model) if weight.precision is kind] if role == "target" else []
-    if kind is not WeightPrecision.FP8 and not (weights and all(weight.stack is not None for weight in weights)):
+    is_multiplied = kind is WeightPrecision.FP8 or (kind is WeightPrecision.FP8_BLOCKS and place.multiplies_blocks)
+    if not is_multiplied and not (weights and all(weight.stack is not None for weight in weights)):
         said.append(f"{role}: {kind.value} is dequantized to {place.engine} at load by --backend torch")
     if any(weight.stack is not None for weight in weights):
         said.append(

@@ -9,8 +9,8 @@ from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
-from trtllm_dflash.cost.gpus import Rates
-from trtllm_dflash.cost.memory import computes_all_experts, plan_adds, stored_bytes
+from trtllm_dflash.cost.gpus import GPU, Rates
+from trtllm_dflash.cost.memory import computes_all_experts, is_multiplied_in_fp8, plan_adds, stored_bytes
 from trtllm_dflash.cost.states import net_state_bytes
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.models import target_weights
@@ -18,7 +18,7 @@ from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
 from trtllm_dflash.models.dflash2 import is_table
 from trtllm_dflash.models.drafter import HEAD, PREFIX, Drafter, DrafterConfig
 from trtllm_dflash.models.planned import Attends, DeltaNet, mixers_of
-from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision, units_per_rank
+from trtllm_dflash.models.weights import Part, Split, Weight, units_per_rank
 from trtllm_dflash.step import Drafting
 
 #: What the drafter reads for its context rows; of each layer's tensors, only the norm of its keys.
@@ -63,15 +63,18 @@ class PartWork:
         return 2 * self.layers
 
 
-def step_work(config: EngineConfig, drafting: Drafting, batch: int, rows: int, length: int) -> list[Work]:
+def step_work(
+    config: EngineConfig, drafting: Drafting, batch: int, rows: int, length: int, gpu: GPU | None = None
+) -> list[Work]:
     """Counts the target's work in a decoding step and, if it drafts, the drafter's; on the first rank.
 
     Args:
         batch: slots in the step.
         rows: rows a slot that are verified, and of the block that is drafted.
         length: committed tokens of each slot: cache rows that a row reads besides this step's own.
+        gpu: see `StepCount`.
     """
-    return [part.total for part in StepCount(config).parts(drafting, batch, rows, length)]
+    return [part.total for part in StepCount(config, gpu).parts(drafting, batch, rows, length)]
 
 
 def floor_seconds(work: list[Work], rates: Rates) -> float:
@@ -88,24 +91,29 @@ def experts_touched(moe: MoEConfig, rows: int) -> float:
 
 
 class StepCount:
-    """Counts bytes and operations in the steps of one engine."""
+    """Counts bytes and operations in the steps of one engine.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Args:
+        gpu: which decides on the types that weights are multiplied in; see `cost.memory.stored_as`.
+    """
+
+    def __init__(self, config: EngineConfig, gpu: GPU | None = None) -> None:
         self.config = config
         target = config.target
         elsewhere = ("model.embed_tokens.weight", "lm_head.weight")
         weights = [weight for weight in target_weights(target) if weight.name not in elsewhere]
-        self._target = _Matrices.of([*weights, _head(target)], config)
+        self._target = _Matrices.of([*weights, _head(target)], config, gpu)
         self._mixers = Counter(mixers_of(target))
         if config.drafter is not None:
             weights = Drafter(config.drafter).weights()
             # Without one of its own the target's head, read once more.
             heads = [weight for weight in weights if weight.name == HEAD] or [_head(config.drafter)]
-            self._head = _Matrices.of(heads, config)
+            self._head = _Matrices.of(heads, config, gpu)
             # Of the selector's tables a step reads a few rows.
             apart = [weight for weight in weights if weight.name != HEAD and not is_table(weight.name)]
-            self._drafter = _Matrices.of(apart, config)
-            self._context = _Matrices.of([weight for weight in weights if _for_context(weight)], config)
+            self._drafter = _Matrices.of(apart, config, gpu)
+            context = [weight for weight in weights if _for_context(weight)]
+            self._context = _Matrices.of(context, config, gpu)
 
     def parts(self, drafting: Drafting, batch: int, rows: int, length: int) -> list[PartWork]:
         """Counts the target's work in a step and, if it drafts, the drafter's; arguments as `step_work`'s."""
@@ -176,10 +184,10 @@ class _Matrices:
     moe: MoEConfig | None  # None: each row goes through all that there is
 
     @classmethod
-    def of(cls, weights: list[Weight], config: EngineConfig) -> "_Matrices":
+    def of(cls, weights: list[Weight], config: EngineConfig, gpu: GPU | None) -> "_Matrices":
         works = {True: Work(0, 0), False: Work(0, 0)}
         for weight in weights:
-            works[is_expert(weight)] += Work(stored_bytes(config, weight), _flops(weight, config.tp))
+            works[is_expert(weight)] += Work(stored_bytes(config, weight, gpu), _flops(config, weight, gpu))
         if works[True].bytes:
             works[True] += Work(plan_adds(config), 0)
         if computes_all_experts(config):
@@ -219,12 +227,12 @@ def _head(model: DecoderConfig) -> Weight:
     return Weight("lm_head.weight", (part,))
 
 
-def _flops(weight: Weight, tp: int) -> int:
+def _flops(config: EngineConfig, weight: Weight, gpu: GPU | None) -> int:
     """Operations of one row through a matrix, or through a whole stack; 0 for a weight that is added or scales."""
-    numbers = prod(weight.shape(tp, 0))
+    shape = weight.shape(config.tp, 0)
+    numbers = prod(shape)
     if weight.name.endswith(".blocks"):
         return 4 * numbers  # two of MXFP4's numbers a byte
-    if not weight.name.endswith(".weight") or len(weight.shape(tp, 0)) == 1:
+    if not weight.name.endswith(".weight") or len(shape) == 1:
         return 0
-    # Experts in FP8 are dequantized.
-    return (1 if weight.precision is WeightPrecision.FP8 and weight.stack is None else 2) * numbers
+    return (1 if is_multiplied_in_fp8(config, weight, gpu) else 2) * numbers

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
+import torch
+
 from trtllm_dflash.cost.gpus import GPU, capability, find_gpu, gigabytes
 from trtllm_dflash.cost.states import states_bytes
 from trtllm_dflash.engine.config import Backend, EngineConfig
@@ -19,6 +21,7 @@ from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import PREFIX, Drafter, DrafterConfig
 from trtllm_dflash.models.planned import Attends, PlannedConfig, mixers_of
 from trtllm_dflash.models.weights import Content, Weight, WeightPrecision, units_per_rank
+from trtllm_dflash.ops.fp8 import multiplies_blocks
 from trtllm_dflash.ops.tensorrt_attention import MOST_FUSED, SINK_SIZE
 from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, has_mixture_layer, multiplies_fp4
 
@@ -54,7 +57,7 @@ def plan_memory(config: EngineConfig, gpu: GPU | None = None) -> MemoryPlan:
     caches = {name: prod(shape) * size for name, shape in cache_shapes(config, pages_on_gpu(config, gpu)).items()}
     drafter = sum(count for name, count in caches.items() if name.startswith(PREFIX))
     return MemoryPlan(
-        weights=weight_bytes(config),
+        weights=weight_bytes(config, gpu),
         target_cache=sum(caches.values()) - drafter,
         drafter_cache=drafter,
         states=states_bytes(config),
@@ -115,10 +118,10 @@ def weight_count(config: EngineConfig) -> int:
     return sum(prod(w.shape(config.tp, 0)) * numbers[w.parts[0].content] for w in weights) + _completed(config)
 
 
-def weight_bytes(config: EngineConfig) -> int:
-    """Bytes of those parameters and tables, in the precision that they are multiplied in."""
+def weight_bytes(config: EngineConfig, gpu: GPU | None = None) -> int:
+    """Bytes of those parameters and tables, in the precision that they are multiplied in on a GPU; see `stored_as`."""
     size = config.dtype.itemsize
-    stored = _stored_bytes(config.target, config.drafter, config.backend, config.tp, size)
+    stored = _stored_bytes(config.target, config.drafter, config.backend, config.tp, config.dtype, gpu)
     return _completed(config) * size + stored + plan_adds(config)
 
 
@@ -139,27 +142,51 @@ def plan_adds(config: EngineConfig) -> int:
 
 @lru_cache  # a search for what fits asks for the same again and again
 def _stored_bytes(
-    target: DecoderConfig, drafter: DrafterConfig | None, backend: Backend, tp: int, itemsize: int
+    target: DecoderConfig,
+    drafter: DrafterConfig | None,
+    backend: Backend,
+    tp: int,
+    dtype: torch.dtype,
+    gpu: GPU | None,
 ) -> int:
-    weights = pair_weights(target, drafter)
-    return sum(_multiplied(weight, backend).stored_bytes(weight.shape(tp, 0), itemsize) for weight in weights)
+    shapes = [(weight, weight.shape(tp, 0)) for weight in pair_weights(target, drafter)]
+    held = [(_stored_as(weight, shape, backend, dtype, gpu), shape) for weight, shape in shapes]
+    return sum(precision.stored_bytes(shape, dtype.itemsize) for precision, shape in held)
 
 
-def stored_bytes(config: EngineConfig, weight: Weight) -> int:
-    """Bytes of the first rank's part of a weight in GPU memory."""
-    precision = _multiplied(weight, config.backend)
-    return precision.stored_bytes(weight.shape(config.tp, 0), config.dtype.itemsize)
+def stored_bytes(config: EngineConfig, weight: Weight, gpu: GPU | None = None) -> int:
+    """Bytes of the first rank's part of a weight in GPU memory; see `stored_as`."""
+    return stored_as(config, weight, gpu).stored_bytes(weight.shape(config.tp, 0), config.dtype.itemsize)
 
 
-def _multiplied(weight: Weight, backend: Backend) -> WeightPrecision:
-    """The precision of a weight in GPU memory: the torch backend dequantizes NVFP4, and blocks of FP8, at load.
+def stored_as(config: EngineConfig, weight: Weight, gpu: GPU | None) -> WeightPrecision:
+    """The precision of a weight in GPU memory: the torch backend dequantizes NVFP4 at load, and FP8 by blocks too.
 
-    Experts it dequantizes as rows choose them.
+    But Hopper GPUs multiply FP8 by blocks as it is, and experts are dequantized as rows choose them.
+
+    Args:
+        gpu: None: not known, and none that multiplies FP8 by blocks.
     """
+    return _stored_as(weight, weight.shape(config.tp, 0), config.backend, config.dtype, gpu)
+
+
+def is_multiplied_in_fp8(config: EngineConfig, weight: Weight, gpu: GPU | None) -> bool:
+    """Whether rows are rounded to FP8 before they are multiplied by a weight, and products have twice BF16's rate."""
+    kinds = [WeightPrecision.FP8]
+    if config.backend == "torch":  # TensorRT keeps the weights alone so
+        kinds.append(WeightPrecision.FP8_BLOCKS)
+    return weight.stack is None and stored_as(config, weight, gpu) in kinds  # experts are dequantized
+
+
+def _stored_as(
+    weight: Weight, shape: tuple[int, ...], backend: Backend, dtype: torch.dtype, gpu: GPU | None
+) -> WeightPrecision:
     kinds = WeightPrecision.FP8_BLOCKS, WeightPrecision.NVFP4, WeightPrecision.INT4
-    if backend == "torch" and weight.precision in kinds and weight.stack is None:
-        return WeightPrecision.ENGINE
-    return weight.precision
+    if backend != "torch" or weight.precision not in kinds or weight.stack is not None:
+        return weight.precision
+    own = (0, 0) if gpu is None else divmod(gpu.capability, 10)
+    is_multiplied = weight.precision is WeightPrecision.FP8_BLOCKS and multiplies_blocks(own, shape, dtype)
+    return weight.precision if is_multiplied else WeightPrecision.ENGINE
 
 
 def _completed(config: EngineConfig) -> int:

@@ -81,15 +81,23 @@ def dequantize_cache_rows(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tenso
 def multiplies(device: torch.device, weight: Fp8Weight, dtype: torch.dtype) -> bool:
     """Whether `TorchOps` multiplies rows of `dtype` by an FP8 weight as it is stored, on that device.
 
-    GPUs from compute capability 8.9 on do by one with a scale a row. By one with a scale a block Hopper GPUs do, of
-    rows in 16 bits, where there are whole blocks, four at a time, and cuBLAS is of CUDA 12.9 or later.
+    GPUs from compute capability 8.9 on do by one with a scale a row. By one with a scale a block see
+    `multiplies_blocks`, and cuBLAS has to be of CUDA 12.9 or later.
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if not weight.by_block:
         return capability >= (8, 9)
-    outputs, inputs = weight.values.shape[-2:]
+    return multiplies_blocks(capability, tuple(weight.values.shape), dtype) and _takes_blocks()
+
+
+def multiplies_blocks(capability: tuple[int, int], shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether rows of `dtype` are multiplied by weights [O, I] with a scale a block as they are stored, on such a GPU.
+
+    Hopper GPUs do, of rows in 16 bits, where there are whole blocks, of a row four at a time.
+    """
+    outputs, inputs = shape[-2:]
     is_whole = outputs % FP8_BLOCK == 0 and inputs % (4 * FP8_BLOCK) == 0
-    return capability == (9, 0) and is_whole and dtype in (torch.bfloat16, torch.float16) and _takes_blocks()
+    return capability == (9, 0) and is_whole and dtype in (torch.bfloat16, torch.float16)
 
 
 @cache
