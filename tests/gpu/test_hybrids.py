@@ -17,6 +17,8 @@ from tests.hybrid_checkpoints import LAYOUTS, make_hybrid
 from tests.near_ties import all_logits, assert_each_is_nearly_the_largest
 from tests.quantized import quantize_folder
 from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.build.builder import build
+from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.ops.fp8 import FP8
 from trtllm_dflash.runtime.scheduler import Scheduler
@@ -259,6 +261,32 @@ def test_prompts_ride_along_over_pages_that_begin_with_what_others_left(pair):
     texts = [sequence.token_ids for sequence in sequences]
     assert all(len(text) == params.max_tokens for text in texts)
     with load(folders, "cpu", max_seq_len=512) as exact:
+        assert_each_is_nearly_the_largest(exact, prompts, texts, dtype=dtype, count=2 * NEAR_TIE)
+
+
+def test_sequences_that_wait_for_pages_go_on_with_the_text_that_they_had(pair, tmp_path):
+    """A sequence that gives its pages up loses its state with them, a step before the host knows of its last tokens."""
+    chance = random.Random(11)
+    prompts = [[chance.randrange(15) for _ in range(n)] for n in (60, 30, 100, 5, 75, 44)]
+    params = SamplingParams(max_tokens=110, ignore_eos=True)
+    folders = pair("qwen3_5_text", **SHAPE)
+    told = {"name": "hybrid", "target": str(folders[0]), "drafter": str(folders[1]), "precision": "bf16"}
+    # 8 pages beside the states; four sequences have up to 14.
+    settings = BuildSettings(**told, max_batch=4, max_seq_len=256, page_size=64, kv_memory=0.01755)
+    build(settings, tmp_path / "engine")
+    with LLM.load(tmp_path / "engine", "cuda") as llm:
+        assert llm.session.limits.mixes and llm.session.paging.pages == 8
+        scheduler = Scheduler(llm.session)
+        sequences = [llm.intake.sequence(prompt, params) for prompt in prompts]
+        for sequence in sequences:
+            scheduler.submit(sequence)
+        while scheduler.busy:
+            scheduler.step()
+        dtype = llm.config.dtype
+    assert scheduler.statistics.preemptions > 1
+    texts = [sequence.token_ids for sequence in sequences]
+    assert all(len(text) == params.max_tokens for text in texts)
+    with load(folders, "cpu") as exact:
         assert_each_is_nearly_the_largest(exact, prompts, texts, dtype=dtype, count=2 * NEAR_TIE)
 
 
