@@ -4,7 +4,7 @@ import torch
 
 from trtllm_dflash.kernels.checks import DTYPES, HALVES, check
 from trtllm_dflash.kernels.library import run, stream, structure
-from trtllm_dflash.ops.formats import FP8_BLOCK
+from trtllm_dflash.kernels.products import FP8_BLOCK
 
 Tensor = torch.Tensor
 

@@ -1,9 +1,11 @@
 """FP8 (E4M3) numbers and their FP32 scales: of weights, and of the rows that are multiplied by them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 
 from trtllm_dflash.ops.formats import FP8_BLOCK
 
@@ -106,3 +108,23 @@ def _takes_blocks() -> bool:
     versions = torch.__version__, torch.version.cuda or "0"
     release, cuda = (tuple(int(part) for part in version.split("+")[0].split(".")[:2]) for version in versions)
     return release >= (2, 9) and cuda >= (12, 9)
+
+
+def scaled_product(x: Tensor, weight: Fp8Weight, quantize: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Tensor:
+    """Multiplies x [N, I] by a weight that `multiplies` allows, transposed: [N, O] in x's type.
+
+    Args:
+        quantize: `quantize_rows`, or `quantize_blocks` where the weight has a scale a block; or what computes that.
+    """
+    if not weight.by_block:
+        rows, scale = quantize(x)
+        # With a scale a row, BF16 is what every GPU gives. Fast: partial sums are not kept to FP32's last digits.
+        scales = scale, weight.scale[None]
+        y = torch._scaled_mm(rows, weight.values.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+        return y.to(x.dtype)
+    count = len(x)
+    if count % 4:  # cuBLAS takes four rows at a time
+        x = F.pad(x, (0, 0, 0, -count % 4))
+    rows, scale = quantize(x)
+    scales = scale.t(), weight.scale.t()  # as cuBLAS reads them
+    return torch._scaled_mm(rows, weight.values.t(), *scales, out_dtype=x.dtype)[:count]

@@ -25,6 +25,7 @@ from trtllm_dflash.ops.fp8 import (
     quantize_blocks,
     quantize_cache_rows,
     quantize_rows,
+    scaled_product,
 )
 from trtllm_dflash.ops.linear_weight import QuantizedWeight, linear_weight
 from trtllm_dflash.ops.penalties import KeptShapes, Penalties, penalized, shaped
@@ -99,21 +100,8 @@ class TorchOps(TorchFamilyOps, TorchDraftingOps):
         if not isinstance(weight, Fp8Weight) or not multiplies(x.device, weight, x.dtype):
             numbers = weight.dequantize().to(x.dtype)
             return F.linear(x, numbers) if x.is_cuda else cpu_products.product(x, numbers)
-        if weight.by_block:
-            return self._block_product(x.flatten(0, 1), weight).view(*x.shape[:2], -1)
-        rows, row_scale = self._quantize_rows(x.flatten(0, 1))
-        scales = row_scale, weight.scale[None]
-        # With a scale a row, BF16 is what every GPU gives. Fast: partial sums are not kept to FP32's last digits.
-        y = torch._scaled_mm(rows, weight.values.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
-        return y.to(x.dtype).view(*x.shape[:2], -1)
-
-    def _block_product(self, x: Tensor, weight: Fp8Weight) -> Tensor:
-        """Multiplies x [N, I] by a weight with a scale a block: [N, O] in x's type."""
-        count = x.shape[0]
-        x = F.pad(x, (0, 0, 0, -count % 4)) if count % 4 else x  # cuBLAS takes four rows at a time
-        rows, scale = self._quantize_blocks(x)
-        scales = scale.t(), weight.scale.t()  # as cuBLAS reads them
-        return torch._scaled_mm(rows, weight.values.t(), *scales, out_dtype=x.dtype)[:count]
+        quantize = self._quantize_blocks if weight.by_block else self._quantize_rows
+        return scaled_product(x.flatten(0, 1), weight, quantize).view(*x.shape[:2], -1)
 
     def _quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return quantize_rows(x)
