@@ -151,16 +151,16 @@ def make_shipped_second(path: Path) -> Path:
 def make_kind(name: str, path: Path, target: Path, head_size: int = 16) -> Path:
     """A drafter of one of `KINDS`, with more words for its format and choices.
 
-    `head_size`: of those that have windows and nothing else.
+    `head_size`: of its layers' attention.
     """
+    options: dict[str, Any] = {"format": "speculators" if "speculators" in name else "z-lab", "head_size": head_size}
     if name.startswith("dflash2"):
-        return make_dflash2(path, target, format="speculators" if "speculators" in name else "z-lab")
+        return make_dflash2(path, target, **options)
     if name == "anchor":
-        return make_dspark(path, target, head=None)
+        return make_dspark(path, target, head=None, **options)
     if name.startswith("dspark"):
         vocabulary = {"draft_vocab": 48} if "reduced" in name else {}
-        form: Any = "speculators" if "speculators" in name else "z-lab"
-        return make_dspark(path, target, head="gated" if "gated" in name else "vanilla", format=form, **vocabulary)
+        return make_dspark(path, target, head="gated" if "gated" in name else "vanilla", **options, **vocabulary)
     make_drafter(path, target, layers=3, head_size=head_size)
     return window_layers(path, [12, None, 12], **({"is_causal": False} if "free" in name else {}))
 

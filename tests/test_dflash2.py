@@ -19,6 +19,7 @@ from tests.drafters import (
 )
 from tests.family_checks import on_ranks
 from tests.rank_replies import replies
+from tests.stub_kernels import needs_cc, stub_library
 from tests.test_drafter import first_drafts
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.build.builder import build
@@ -30,6 +31,7 @@ from trtllm_dflash.checkpoint.folder import CheckpointFolder
 from trtllm_dflash.checkpoint.pair import open_pair
 from trtllm_dflash.cost.floor import step_work
 from trtllm_dflash.errors import CheckpointError, EngineError, SettingsError
+from trtllm_dflash.kernels import LIBRARY_VARIABLE
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.session.choice import find_kernels
 from trtllm_dflash.step import Drafting
@@ -160,14 +162,17 @@ def test_a_window_keeps_smaller_ones_and_is_no_smaller_than_the_block(tmp_path):
     assert "there is no drafter" in refusal("build", "--target", target, "--draft-window", 64, "--precision", "fp32")
 
 
-def test_our_kernels_leave_such_drafters_to_torch(tmp_path):
+@needs_cc
+def test_on_gpus_our_kernels_compute_their_flat_rows_which_no_slots_share(tmp_path, monkeypatch):
+    monkeypatch.setenv(LIBRARY_VARIABLE, str(stub_library(tmp_path)))
     target = make_target(tmp_path / "target", heads=4, head_size=64)
-    for name in ("dflash2", "dspark"):
-        pair = open_pair(target, make_kind(name, tmp_path / name, target))
+    for name in ("dflash2", "dspark", "anchor", "windows"):
+        pair = open_pair(target, make_kind(name, tmp_path / name, target, head_size=64))
         values = {"name": "x", "target": str(target), "drafter": "y", "precision": "bf16"}
         config = plan_engine(pair, BuildSettings(**values)).config
-        why = "our CUDA kernels have no drafting as DFlash 2 and DSpark do"
-        assert find_kernels(config, "auto", (9, 0)) == (None, why)
+        library, why = find_kernels(config, "auto", (9, 0))
+        assert library is not None and why == "heads of 64 on SM90"
+        assert config.may_share_rows == (name == "windows")
 
 
 def test_a_chain_s_choice_makes_no_trees(tmp_path):

@@ -383,13 +383,12 @@ def _shared_arms(
         SettingsError: slots share none there.
     """
     known = [count for count in rows if count - 1 in shared_lengths(config.block_size)]
-    is_captured = device.type == "cuda" and kernels == "auto" and config.dtype != torch.float32 and config.tp == 1
-    is_captured = is_captured and config.target.delta is None
-    if not known or slots < LEAST_SHARING or config.drafter is None or not is_captured:
+    is_captured = device.type == "cuda" and kernels == "auto" and config.dtype != torch.float32
+    if not known or slots < LEAST_SHARING or not (is_captured and config.may_share_rows):
         least, most = LEAST_SHARING, MOST_SHARED_DRAFTS + 1
         raise SettingsError(
             f"--share-rows: {least} slots and more (--batch) share 2 to {most} rows each (--rows), less than a block, "
-            "on one GPU with our kernels, of targets without gated delta nets"
+            "on one GPU with our kernels, of targets without gated delta nets and drafters but DFlash 2 and DSpark"
         )
     return [Arm("shared", Drafting.BLOCK, count, shares=True) for count in known]
 

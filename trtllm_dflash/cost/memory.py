@@ -18,7 +18,7 @@ from trtllm_dflash.kernels import MAX_ROWS, OLDEST_GPU, why_unsupported
 from trtllm_dflash.kernels.delta_net import prompt_bytes
 from trtllm_dflash.models import build_target, pair_weights, without_kernels
 from trtllm_dflash.models.decoder import DecoderConfig
-from trtllm_dflash.models.drafter import PREFIX, Drafter, DrafterConfig
+from trtllm_dflash.models.drafter import PREFIX, DrafterConfig
 from trtllm_dflash.models.planned import Attends, PlannedConfig, mixers_of
 from trtllm_dflash.models.weights import Content, Weight, WeightPrecision, units_per_rank
 from trtllm_dflash.ops.fp8 import multiplies_blocks
@@ -280,8 +280,6 @@ def _have_kernels(config: EngineConfig, gpu: GPU | None) -> bool:
     # A target that is planned for is planned with kernels of ours.
     if without_kernels(config.target) is not None:
         return False
-    if config.drafter is not None and Drafter(config.drafter).without_kernels is not None:
-        return False
     computed = None if isinstance(config.target, PlannedConfig) else config.target
     heads = {size for model in (computed, config.drafter) if model is not None for size in model.head_sizes}
     own = OLDEST_GPU if gpu is None else divmod(gpu.capability, 10)
@@ -387,7 +385,7 @@ def _graphs(config: EngineConfig) -> int:
     lengths = draft_lengths(config.block_size) if config.drafter is not None else []
     layers = config.target.layers + (config.drafter.layers if config.drafter is not None else 0)
     asked = config.max_batch, lengths, config.sampling, config.chunk
-    shared = config.block_size if config.tp == 1 and config.target.delta is None else 0
+    shared = config.block_size if config.may_share_rows else 0
     kinds = len(step_kinds(*asked, config.draft_tree, shared)) + len(shaped_kinds(*asked, config.draft_tree))
     return kinds * layers * GRAPH_LAYER
 

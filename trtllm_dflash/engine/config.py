@@ -98,6 +98,15 @@ class EngineConfig(BaseModel):
         return FP8 if self.kv == "fp8" else self.dtype
 
     @property
+    def may_share_rows(self) -> bool:
+        """Whether slots of captured steps may share rows by their drafts' chances: on one rank, each row's apart.
+
+        A state is of one row after the other, and so are drafts of DFlash 2 and DSpark.
+        """
+        drafts_apart = self.drafter is not None and not self.drafter.is_second
+        return drafts_apart and self.target.delta is None and self.tp == 1
+
+    @property
     def slot_rows(self) -> int:
         """The most rows of a decoding slot in one step: the bonus token and drafts."""
         return max(self.block_size, self.draft_tree + 1, self.plan_tree + 1)

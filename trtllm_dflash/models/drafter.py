@@ -58,6 +58,11 @@ class DrafterConfig(DecoderConfig):
         """The bonus token and the most drafts that follow it: 1 + K."""
         return self.block_size + self.from_anchor
 
+    @property
+    def is_second(self) -> bool:
+        """Whether it drafts as DFlash 2 and DSpark do: rows depend on those before them, or row 0 drafts too."""
+        return self.convolution is not None or self.selector is not None or self.from_anchor
+
 
 class Drafter:
     """A drafter over `Ops`; stateless, one for any number of ranks."""
@@ -66,17 +71,12 @@ class Drafter:
         self.config = config
 
     @property
-    def without_kernels(self) -> str | None:
-        """The part of it that our CUDA kernels do not compute yet; None: they compute all."""
-        c = self.config
-        is_second = c.convolution is not None or c.selector is not None or c.from_anchor
-        return "drafting as DFlash 2 and DSpark do" if is_second else None
-
-    @property
     def without_plugin(self) -> str | None:
         """The part of it that our TensorRT plugin does not compute; None: it computes all."""
+        if self.config.is_second:
+            return "drafting as DFlash 2 and DSpark do"
         has_windows = self.config.windows is not None or bool(self.config.causal_layers)
-        return self.without_kernels or ("windows in a drafter's layers" if has_windows else None)
+        return "windows in a drafter's layers" if has_windows else None
 
     # -- weights ---------------------------------------------------------------------------------------------------
 

@@ -31,11 +31,10 @@ class CapturedShares:
 
     @classmethod
     def of(cls, config: EngineConfig, device: torch.device) -> "CapturedShares | None":
-        """Makes it for an engine; None where its slots share no rows: they draft nothing, or on several ranks."""
+        """Makes it for an engine; None where its slots share no rows."""
         drafts = max(config.max_batch, PIECES) * (config.block_size - 1)
-        is_worth_it = config.drafter is not None and bool(shared_lengths(config.block_size))
-        is_worth_it = is_worth_it and config.target.delta is None
-        if not is_worth_it or config.tp > 1 or drafts > kernels.MOST_SHARED:
+        is_worth_it = config.may_share_rows and bool(shared_lengths(config.block_size))
+        if not is_worth_it or drafts > kernels.MOST_SHARED:
             return None
         return cls(config, device)
 

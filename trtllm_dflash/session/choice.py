@@ -11,7 +11,6 @@ from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import without_kernels
 from trtllm_dflash.models.decoder import Decoder
-from trtllm_dflash.models.drafter import Drafter
 from trtllm_dflash.models.kimi_k25 import KimiK25
 from trtllm_dflash.models.moe import describe_experts
 from trtllm_dflash.ops.communicator import Communicator
@@ -125,11 +124,9 @@ def _sizes(config: EngineConfig) -> str:
 
 def why_not_flat(config: EngineConfig, capability: tuple[int, int]) -> str | None:
     """Reason why our kernels do not compute flat rows of an engine on a GPU; None: they do, where they are built."""
-    drafter = Drafter(config.drafter).without_kernels if config.drafter is not None else None
     family = without_kernels(config.target)
-    lacking = drafter if family is None else f"flat rows of {family}"
-    if lacking is not None:
-        return f"our CUDA kernels have no {lacking}"
+    if family is not None:
+        return f"our CUDA kernels have no flat rows of {family}"
     return kernels.why_unsupported(config.dtype, config.head_sizes, capability, config.kv)
 
 
