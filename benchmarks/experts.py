@@ -57,6 +57,7 @@ SHAPES = {
     "qwen3-coder-30b-a3b, FP8 by row": Shape(128, 8, 2048, 768, "fp8", None),
     "qwen3-coder-30b-a3b, FP8 by block": Shape(128, 8, 2048, 768, "fp8 blocks", None),
     "qwen3-coder-30b-a3b, NVFP4": Shape(128, 8, 2048, 768, "nvfp4", None),
+    "minimax-m2.5, FP8 by block": Shape(256, 8, 3072, 1536, "fp8 blocks", None, "sigmoid"),
 }
 
 

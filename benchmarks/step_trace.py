@@ -29,6 +29,7 @@ def main() -> None:
     """Prints a table for each kind of step."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen3-8b")
+    parser.add_argument("--layers", type=int, help="of the target, for a smaller one")
     parser.add_argument("--cache-length", type=int, default=1024)
     parser.add_argument("--kernels", choices=("auto", "exact"), default="auto")
     parser.add_argument("--lines", type=int, default=12, help="of a table")
@@ -42,18 +43,18 @@ def main() -> None:
     )
     settings = parser.parse_args()
     length, most = settings.cache_length, max(512, *(tokens for *_, tokens in settings.cases))
-    config = shape_config(
-        settings.shape, precision="bf16", tp=1, max_batch=32, max_seq_len=max(length + 64 * STEPS, most), chunk=most
-    )
+    limits = {"max_batch": 32, "max_seq_len": max(length + 64 * STEPS, most), "chunk": most}
+    config = shape_config(settings.shape, layers=settings.layers, precision="bf16", tp=1, **limits)
     device = torch.device("cuda")
     session = CudaSession(config, random_weights(config, 0, device), device, Solo(), kernels=settings.kernels)
     session.prepare(Prepare(tuple({rows - 1 for _, rows, _ in settings.cases if rows > 1}), sampled=False))
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     print(f"{machine}; {settings.shape}, BF16, {length} cached tokens, kernels: {settings.kernels}")
+    context = Drafting.CONTEXT if any(rows > 1 for _, rows, _ in settings.cases) else Drafting.OFF
     for batch, rows, tokens in settings.cases:
         drafting = Drafting.BLOCK if rows > 1 else Drafting.OFF
         for slot in range(batch):
-            session.prefill(Prefill(slot, length, [1], True, Drafting.CONTEXT, 1))
+            session.prefill(Prefill(slot, length, [1], True, context, 1))
         decode = [(slot, rows) for slot in range(batch - bool(tokens))]
         pieces = [Piece(batch - 1, 0, [0] * tokens, True)] if tokens else []
         title = f"batch {batch}, {rows} rows" + (f", {tokens} tokens of a prompt in the last" if tokens else "")

@@ -14,11 +14,15 @@ from tests.family_checks import assert_drafting_changes_nothing, assert_equals, 
 from tests.quantized import quantize_folder
 from tests.stub_kernels import needs_cc, stub_library
 from trtllm_dflash import LLM
+from trtllm_dflash.bench.random_weights import random_weights
+from trtllm_dflash.build.weights import read_rank_weights
+from trtllm_dflash.checkpoint.pair import open_pair
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.kernels import LIBRARY_VARIABLE
 from trtllm_dflash.models import build_target, read_target_config
 from trtllm_dflash.ops.base import AttentionLayer, MoELayer
 from trtllm_dflash.ops.experts import route
+from trtllm_dflash.ops.fp8 import FP8
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.choice import find_kernels
 
@@ -85,6 +89,17 @@ def test_text_in_fp8_blocks_is_that_of_the_same_numbers_unquantized(tmp_path):
         for path in (stored, numbers)
     ]
     assert [c.token_ids for c in texts[0]] == [c.token_ids for c in texts[1]]
+
+
+def test_random_weights_for_timing_are_in_the_formats_of_the_checkpoint(tmp_path):
+    sides = {"hidden_size": 128, "intermediate_size": 128, "num_key_value_heads": 8, "num_hidden_layers": 1}
+    target = make_minimax_m2(tmp_path, **sides)
+    quantize_folder(target, "blocks")
+    config = LLM.from_pretrained(target, None, device="cpu", max_seq_len=64).config
+    made = random_weights(config, 0, torch.device("cpu"))
+    read = read_rank_weights(open_pair(target), 1, 0, config.dtype)
+    assert {n: (t.shape, t.dtype) for n, t in made.items()} == {n: (t.shape, t.dtype) for n, t in read.items()}
+    assert made["model.layers.0.mlp.experts.down_proj.weight"].dtype == FP8
 
 
 def test_the_correction_bias_is_kept_in_fp32_whatever_the_engine_s_type(tmp_path):

@@ -8,8 +8,8 @@ from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import DRAFT_TO_TARGET, Drafter
 from trtllm_dflash.models.weights import Content, Weight, WeightPrecision
-from trtllm_dflash.ops.formats import E8M0_ONE, INT4_BLOCK, INT4_PACKED
-from trtllm_dflash.ops.fp8 import Fp8Weight, quantize_rows
+from trtllm_dflash.ops.formats import E8M0_ONE, FP8_BLOCK, INT4_BLOCK, INT4_PACKED
+from trtllm_dflash.ops.fp8 import FP8, Fp8Weight, quantize_rows
 from trtllm_dflash.ops.int4 import Int4Weight
 from trtllm_dflash.ops.linear_weight import stored_tensors
 
@@ -33,6 +33,9 @@ def random_weights(config: EngineConfig, rank: int, device: torch.device) -> dic
         if weight.precision is WeightPrecision.INT4:
             tensors |= stored_tensors(weight.linear, _random_int4(weight, config, rank, generator))
             continue
+        if weight.precision is WeightPrecision.FP8_BLOCKS:
+            tensors |= stored_tensors(weight.linear, _random_fp8_blocks(weight, config, rank, generator))
+            continue
         tensor = torch.empty(weight.shape(config.tp, rank), dtype=_dtype(weight, config), device=device)
         if tensor.ndim > 1:
             tensor.normal_(0, _STD, generator=generator)
@@ -48,6 +51,15 @@ def random_weights(config: EngineConfig, rank: int, device: torch.device) -> dic
 
 def _dtype(weight: Weight, config: EngineConfig) -> torch.dtype:
     return torch.float32 if weight.precision is WeightPrecision.FP32 else config.dtype
+
+
+def _random_fp8_blocks(weight: Weight, config: EngineConfig, rank: int, generator: torch.Generator) -> Fp8Weight:
+    """Numbers of about 1, all with the scale that makes them about as large as other matrices' numbers."""
+    *stack, outputs, inputs = weight.shape(config.tp, rank)
+    numbers = torch.empty(*stack, outputs, inputs, dtype=config.dtype, device=generator.device)
+    sides = (-(-side // FP8_BLOCK) for side in (outputs, inputs))
+    scale = torch.full((*stack, *sides), _STD, device=generator.device)
+    return Fp8Weight(numbers.normal_(generator=generator).to(FP8), scale)
 
 
 def _random_int4(weight: Weight, config: EngineConfig, rank: int, generator: torch.Generator) -> Int4Weight:
