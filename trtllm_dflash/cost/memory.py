@@ -391,7 +391,7 @@ def _graphs(config: EngineConfig) -> int:
     return kinds * layers * GRAPH_LAYER
 
 
-@lru_cache  # likewise
+@lru_cache  # for such a search, too
 def _count_kinds(max_batch: int, lengths: tuple[int, ...], sampled: bool, chunk: int, tree: int, shared: int) -> int:
     """Counts the kinds of captured steps; arguments as `step_kinds`'s."""
     asked = max_batch, lengths, sampled, chunk, tree
