@@ -32,12 +32,18 @@ def assert_equals(path: Path, model: torch.nn.Module, prompts: int = 50, vocab: 
         expected = model(torch.tensor([ids])).logits[0]
     assert (all_logits(llm, ids) - expected).norm(dim=-1).div(expected.norm(dim=-1)).max() < 1e-4
     texts = random_ids(*(1 + 7 * i % 60 for i in range(prompts)), vocab=vocab, seed=1)
-    for prompt, reply in zip(texts, llm.generate(texts, SamplingParams(max_tokens=8, ignore_eos=True)), strict=True):
-        with torch.inference_mode():
-            logits = model(torch.tensor([prompt + reply.token_ids])).logits[0]
-        # Each token is the argmax after those before it, which is what greedy text means.
-        assert reply.token_ids == logits[len(prompt) - 1 : -1].argmax(dim=-1).tolist()
+    completions = llm.generate(texts, SamplingParams(max_tokens=8, ignore_eos=True))
+    assert_greedy(model, texts, [completion.token_ids for completion in completions])
     return llm
+
+
+def assert_greedy(model: torch.nn.Module, prompts: list[list[int]], replies: list[list[int]]) -> None:
+    """Each token is the argmax of transformers' model after those before it, which is what greedy text means."""
+    whole = [torch.tensor(prompt + reply) for prompt, reply in zip(prompts, replies, strict=True)]
+    with torch.inference_mode():  # causal: what a text is filled up with behind its end changes none of its rows
+        logits = model(torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)).logits
+    for prompt, reply, rows in zip(prompts, replies, logits, strict=True):
+        assert reply == rows[len(prompt) - 1 :][: len(reply)].argmax(dim=-1).tolist()
 
 
 def assert_drafting_changes_nothing(target: Path, drafter: Path, lengths=(3, 20, 40), **values: Any) -> None:

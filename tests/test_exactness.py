@@ -39,15 +39,28 @@ def plain(tiny):
     return get
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A small pair of a family and a drafter's format, made and loaded once."""
+
+    @functools.cache
+    def load(family, format):
+        # A vocabulary of 16: a drafter that knows nothing is still right now and then, so blocks are accepted in part.
+        folder = tmp_path_factory.mktemp("small")
+        target = make_target(folder / "target", family, vocab=16)
+        reduced = 8 if format == "speculators" else None
+        drafter = make_drafter(folder / "drafter", target, format=format, draft_vocab=reduced)
+        limits = {"max_batch": 4, "max_seq_len": 128}
+        return LLM.from_pretrained(str(target), str(drafter), precision="fp32", device="cpu", **limits)
+
+    return load
+
+
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 @pytest.mark.parametrize("format", ["z-lab", "speculators"])
-def test_drafted_text_equals_plain_text(family, format, params, tmp_path):
-    # A vocabulary of 16: a drafter that knows nothing is still right now and then, so blocks are accepted in part.
-    target = make_target(tmp_path / "target", family, vocab=16)
-    reduced = 8 if format == "speculators" else None
-    drafter = make_drafter(tmp_path / "drafter", target, format=format, draft_vocab=reduced)
-    llm = LLM.from_pretrained(str(target), str(drafter), precision="fp32", device="cpu", max_batch=4, max_seq_len=128)
+def test_drafted_text_equals_plain_text(family, format, params, small):
+    llm = small(family, format)
     prompts = random_prompts((1, 2, 7, 30, 64, 87), vocab=15)
     drafted = llm.generate(prompts, params)
     assert tokens(drafted) == tokens(llm.generate(prompts, params, draft=False))

@@ -292,11 +292,15 @@ FORMS = {
 }
 
 
+@pytest.fixture(scope="module")
+def grammars(codec) -> Grammars:
+    return Grammars(codec.backend, 201088, [200002, 200012])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FORMS)
-def test_the_final_channel_alone_is_held_to_a_form(kind, codec, encoding):
+def test_the_final_channel_alone_is_held_to_a_form(kind, grammars, encoding):
     value, right, wrong = FORMS[kind]
-    grammars = Grammars(codec.backend, 201088, [200002, 200012])
     grammar = grammars.compile("grammar", harmony_form(kind, value))
     thought = "<|channel|>analysis<|message|>Which <one>?\n{<|end|><|start|>assistant"
     for head in ("<|channel|>final<|message|>", 2 * thought + "<|channel|>final <|constrain|>json<|message|>"):

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import make_target
+from tests.family_checks import assert_greedy
 from tests.near_ties import all_logits
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.pairs.prompts import read_prompts
@@ -37,15 +38,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def greedy(model: torch.nn.Module, ids: list[int], count: int) -> list[int]:
-    """Greedy text by whole forward passes: no cache, no generation settings."""
-    ids = list(ids)
-    with torch.inference_mode():
-        for _ in range(count):
-            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
-    return ids[-count:]
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_logits_of_every_position_and_greedy_text_equal_transformers(case, tmp_path):
     path = make_target(tmp_path / "target", **CASES[case], max_positions=256)
@@ -60,8 +52,9 @@ def test_logits_of_every_position_and_greedy_text_equal_transformers(case, tmp_p
 
     prompts = [torch.randint(0, 128, (n,), generator=generator).tolist() for n in range(1, 15)]
     params = SamplingParams(max_tokens=8, ignore_eos=True)
-    for prompt, completion in zip(prompts, llm.generate(prompts, params), strict=True):
-        assert completion.token_ids == greedy(model, prompt, 8)
+    replies = [completion.token_ids for completion in llm.generate(prompts, params)]
+    assert {len(reply) for reply in replies} == {8}
+    assert_greedy(model, prompts, replies)
 
 
 def test_the_shipped_target_equals_transformers_on_24_prompts(tiny):

@@ -25,10 +25,9 @@ from tests.checkpoints import (
     split_into_shards,
 )
 from tests.conftest import TINY, refusal, succeeds
-from tests.family_checks import on_ranks
+from tests.family_checks import assert_greedy, on_ranks
 from tests.near_ties import all_logits
 from tests.test_checkpoint import http_error
-from tests.test_huggingface import greedy
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.bench.random_weights import random_weights
 from trtllm_dflash.build.weights import read_rank_weights
@@ -81,7 +80,8 @@ def assert_equals_transformers(path: Path, model: torch.nn.Module) -> None:
     for length in (1, 17, 70):
         prompt = torch.randint(0, 128, (length,), generator=generator).tolist()
         (completion,) = llm.generate([prompt], SamplingParams(max_tokens=6, ignore_eos=True))
-        assert completion.token_ids == greedy(model, prompt, 6)
+        assert len(completion.token_ids) == 6
+        assert_greedy(model, [prompt], [completion.token_ids])
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[CLAMPS] * (case == TIGHT)) for case in GPT_OSS])

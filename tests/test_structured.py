@@ -298,9 +298,9 @@ def test_what_is_too_complex_behind_a_draft_fails_only_replies_that_come_there(g
     rules = [f'{name}: s s "b" | s s s | "a"' for name in names]
     grammar = grammars.compile("grammar", "\n".join(["start: s", "s: " + "|".join(names), *rules]))
     (token,) = tiny.codec.encode_words("a")
-    plan = grammar.plan([token] * 4)
+    masks = grammar.plan([token] * 4).masks
     size = tiny.config.target.vocab_size // 8
-    first, *others = (plan.masks[at : at + size] for at in range(0, len(plan.masks), size))
+    first, *others = (masks[at : at + size] for at in range(0, len(masks), size))
     assert first == grammar.plan([]).masks
     assert others and all(not mask[end // 8] >> end % 8 & 1 for mask in others for end in tiny.config.stop_token_ids)
     with pytest.raises(RequestError, match=r"structured: cannot be followed: .* items; max is 2000; [^<]*$"):

@@ -1,6 +1,7 @@
 """The known pairs, a YAML file each in `build_configs/`, for `build --model NAME`."""
 
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,7 +112,16 @@ def load_catalog(folder: Path | None = None) -> dict[str, CatalogEntry]:
     Raises:
         SettingsError: a file is not valid; names the file and the field.
     """
-    files = sorted((folder or _folder()).glob("*.yaml"), key=lambda file: file.stem)
+    return dict(_installed()) if folder is None else _read_folder(folder)
+
+
+@cache  # a command asks several times
+def _installed() -> dict[str, CatalogEntry]:
+    return _read_folder(_folder())
+
+
+def _read_folder(folder: Path) -> dict[str, CatalogEntry]:
+    files = sorted(folder.glob("*.yaml"), key=lambda file: file.stem)
     return {file.stem: _read_entry(file) for file in files}
 
 

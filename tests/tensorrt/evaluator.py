@@ -9,6 +9,8 @@ are their codes, one a byte.
 import ctypes
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -72,6 +74,55 @@ def _resume(rank: Collective, everyone: Tensor) -> Tensor | None:
         return None
 
 
+@dataclass(frozen=True)
+class _Declared:
+    """What TensorRT inferred of a tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # -1: known when it runs
+
+    @classmethod
+    def of(cls, tensor: Any) -> "_Declared":
+        return cls(tensor.name, TYPES[tensor.dtype], tuple(tensor.shape))
+
+    def check(self, value: Tensor) -> None:
+        assert value.dtype == self.dtype, f"{self.name}: {value.dtype}, declared {self.dtype}"
+        if value.shape == self.shape:
+            return
+        assert len(self.shape) == value.dim(), f"{self.name}: {tuple(value.shape)}, declared {self.shape}"
+        for size, wanted in zip(value.shape, self.shape, strict=True):
+            assert wanted in (-1, size), f"{self.name}: {tuple(value.shape)}, declared {self.shape}"
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer of a network, read once: steps in a row are computed by one network."""
+
+    layer: Any
+    kind: str
+    inputs: tuple[str | None, ...]  # None: an optional input that is not set
+    outputs: tuple[_Declared, ...]
+    constant: Tensor | None
+
+    @classmethod
+    def of(cls, layer: Any) -> "_Layer":
+        kind = str(layer.type).rpartition(".")[2]
+        tensors = [layer.get_input(i) for i in range(layer.num_inputs)]
+        return cls(
+            layer,
+            kind,
+            tuple(None if x is None else x.name for x in tensors),
+            tuple(_Declared.of(layer.get_output(i)) for i in range(layer.num_outputs)),
+            _constant(layer) if kind == "CONSTANT" else None,
+        )
+
+
+@lru_cache(maxsize=8)  # all ranks' of one engine
+def _layers(network: Any) -> tuple[_Layer, ...]:
+    return tuple(_Layer.of(network.get_layer(i)) for i in range(network.num_layers))
+
+
 class _Rank:
     """One rank's network and the values that its tensors have, by name."""
 
@@ -79,39 +130,28 @@ class _Rank:
         self.network = network
         self.values = dict(inputs)
         for i in range(network.num_inputs):
-            self._check(network.get_input(i))
+            given = _Declared.of(network.get_input(i))
+            given.check(self.values[given.name])
 
     def run(self) -> Collective:
         """Computes layer by layer; at a collective, yields its input and takes all ranks' inputs, stacked."""
-        for i in range(self.network.num_layers):
-            layer = self.network.get_layer(i)
-            kind = str(layer.type).rpartition(".")[2]
+        for step in _layers(self.network):
+            inputs: list[Any] = [None if name is None else self.values[name] for name in step.inputs]
             result: Tensor | tuple[Tensor, ...]
-            if kind == "DIST_COLLECTIVE":
-                result = _collective(layer, (yield self._inputs(layer)[0]))
+            if step.kind == "DIST_COLLECTIVE":
+                result = _collective(step.layer, (yield inputs[0]))
+            elif step.constant is not None:
+                result = step.constant
             else:
-                result = _LAYERS[kind](layer, self._inputs(layer))
+                result = _LAYERS[step.kind](step.layer, inputs)
             results = result if isinstance(result, tuple) else (result,)
-            for i, value in zip(range(layer.num_outputs), results, strict=True):
-                output = layer.get_output(i)
+            for output, value in zip(step.outputs, results, strict=True):
+                output.check(value)
                 self.values[output.name] = value
-                self._check(output)
 
     def outputs(self) -> dict[str, Tensor]:
         names = [self.network.get_output(i).name for i in range(self.network.num_outputs)]
         return {name: self.values[name] for name in names}
-
-    def _inputs(self, layer: Any) -> list[Any]:  # None: an optional input that is not set
-        tensors = [layer.get_input(i) for i in range(layer.num_inputs)]
-        return [None if x is None else self.values[x.name] for x in tensors]
-
-    def _check(self, tensor: Any) -> None:
-        value = self.values[tensor.name]
-        declared = tuple(tensor.shape)
-        assert value.dtype == TYPES[tensor.dtype], f"{tensor.name}: {value.dtype}, declared {tensor.dtype}"
-        assert len(declared) == value.dim(), f"{tensor.name}: {tuple(value.shape)}, declared {declared}"
-        for size, wanted in zip(value.shape, declared, strict=True):
-            assert wanted in (-1, size), f"{tensor.name}: {tuple(value.shape)}, declared {declared}"
 
 
 # -- layers: (layer, inputs) -> output --------------------------------------------------------------------------------
@@ -137,7 +177,7 @@ class _Weights(ctypes.Structure):
     _fields_ = (("type", ctypes.c_int32), ("values", ctypes.c_void_p), ("count", ctypes.c_int64))
 
 
-def _constant(layer: Any, inputs: list[Tensor]) -> Tensor:
+def _constant(layer: Any) -> Tensor:
     layer = _as(layer, "IConstantLayer")
     weights, dtype = layer.weights, layer.get_output(0).dtype
     if not isinstance(weights, trt.Weights):  # an array
@@ -411,7 +451,6 @@ _LAYERS: dict[str, Callable[[Any, list[Tensor]], Tensor | tuple[Tensor, ...]]] =
     "ATTENTION_OUTPUT": lambda layer, inputs: inputs[0],
     "CAST": _cast,
     "CONCATENATION": _concatenation,
-    "CONSTANT": _constant,
     "CUMULATIVE": _cumulative,
     "DEQUANTIZE": _dequantize,
     "DYNAMIC_QUANTIZE": _dynamic_quantize,

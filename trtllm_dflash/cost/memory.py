@@ -384,10 +384,16 @@ def _graphs(config: EngineConfig) -> int:
         return 0
     lengths = draft_lengths(config.block_size) if config.drafter is not None else []
     layers = config.target.layers + (config.drafter.layers if config.drafter is not None else 0)
-    asked = config.max_batch, lengths, config.sampling, config.chunk
     shared = config.block_size if config.may_share_rows else 0
-    kinds = len(step_kinds(*asked, config.draft_tree, shared)) + len(shaped_kinds(*asked, config.draft_tree))
+    kinds = _count_kinds(config.max_batch, tuple(lengths), config.sampling, config.chunk, config.draft_tree, shared)
     return kinds * layers * GRAPH_LAYER
+
+
+@lru_cache  # for such a search, too
+def _count_kinds(max_batch: int, lengths: tuple[int, ...], sampled: bool, chunk: int, tree: int, shared: int) -> int:
+    """Counts the kinds of captured steps; arguments as `step_kinds`'s."""
+    asked = max_batch, lengths, sampled, chunk, tree
+    return len(step_kinds(*asked, shared)) + len(shaped_kinds(*asked))
 
 
 def computes_all_experts(config: EngineConfig) -> bool:

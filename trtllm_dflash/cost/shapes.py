@@ -1,5 +1,6 @@
 """Engines of published shapes: enough to know what a step costs, without a checkpoint."""
 
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -8,12 +9,12 @@ from trtllm_dflash.checkpoint.ranks import check_tp
 from trtllm_dflash.cost.published import PUBLISHED, Shape, published_shape
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import SettingsError
-from trtllm_dflash.models import FAMILIES, build_target, read_planned_config, read_target_config
+from trtllm_dflash.models import FAMILIES, read_planned_config, read_target_config, target_weights
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.dflash2 import PUBLISHED_KINDS
 from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.models.planned import PlannedConfig
-from trtllm_dflash.models.weights import WeightPrecision, rounded_to_fp8
+from trtllm_dflash.models.weights import Weight, WeightPrecision, rounded_to_fp8
 from trtllm_dflash.ops.formats import FP8_MULTIPLE
 
 #: What a drafter has of its target.
@@ -65,7 +66,7 @@ def shape_config(
     """
     target, drafter = shape_models(name, layers)
     if target_precision is not None:
-        target = target.model_copy(update=rounded_to_fp8(build_target(target).weights()))
+        target = target.model_copy(update=rounded_to_fp8(target_weights(target)))
     precision = None if drafter_precision is None else WeightPrecision(drafter_precision)
     lighter = {"linear_precision": precision, "draft_vocab_size": draft_vocab}
     drafter = drafter.model_copy(update=lighter)
@@ -80,6 +81,7 @@ def shape_config(
     return config
 
 
+@lru_cache  # a comparison of GPUs asks for one shape again and again
 def shape_models(name: str, layers: int | None = None) -> tuple[DecoderConfig, DrafterConfig]:
     """Makes the configurations of a shape's target, and of a drafter of the target's widths.
 
@@ -97,16 +99,20 @@ def shape_models(name: str, layers: int | None = None) -> tuple[DecoderConfig, D
 
 def _as_stored(raw: dict[str, Any], target: DecoderConfig) -> DecoderConfig:
     """Gives a target the precision of its published checkpoint, where that is not the engine's own."""
-    matrices = [weight for weight in build_target(target).weights() if weight.is_matrix]
     if "config_groups" in (raw.get("text_config") or {}).get("quantization_config", {}):  # Kimi-K2.5's experts
-        plain = tuple(weight.linear for weight in matrices if weight.stack is None)
+        plain = tuple(weight.linear for weight in _matrices(target) if weight.stack is None)
         return target.model_copy(update={"linear_precision": WeightPrecision.INT4, "plain_linears": plain})
     if "weight_block_size" in raw.get("quantization_config", {}):  # all projections of MiniMax-M2.x
-        plain = tuple(weight.linear for weight in matrices if not weight.linear.endswith("_proj"))
+        plain = tuple(weight.linear for weight in _matrices(target) if not weight.linear.endswith("_proj"))
         return target.model_copy(update={"linear_precision": WeightPrecision.FP8_BLOCKS, "plain_linears": plain})
     return target
 
 
+def _matrices(target: DecoderConfig) -> list[Weight]:
+    return [weight for weight in target_weights(target) if weight.is_matrix]
+
+
+@lru_cache  # likewise
 def planned_models(name: str) -> tuple[DecoderConfig, DrafterConfig]:
     """Makes the configurations of a published pair, to plan for it: of families that we compute, and of others.
 

@@ -3,7 +3,6 @@
 import base64
 import html
 import json
-import tempfile
 from pathlib import Path
 from typing import Literal
 
@@ -220,27 +219,31 @@ def _said(who: str) -> str:
 
 def write_reports(run: Results, folder: Path) -> None:
     """Writes a sweep's pictures and page into its folder."""
-    plot_pareto([run], folder / PARETO)
-    if not plot_acceptance([run], folder / ACCEPTANCE):
-        (folder / ACCEPTANCE).unlink(missing_ok=True)
-    (folder / REPORT).write_text(render_html([run], run.fixed_speed), encoding="utf-8")
+    _write([run], run.fixed_speed, folder, [])
 
 
 def write_comparison(runs: list[Results], found: list[Comparison], folder: Path, plan: list[Predicted]) -> None:
     """Writes the pictures and the page of several runs, or of one against a plan."""
     folder.mkdir(parents=True, exist_ok=True)
+    _write(runs, found, folder, plan)
+
+
+def _write(runs: list[Results], found: list[Comparison], folder: Path, plan: list[Predicted]) -> None:
     plot_pareto(runs, folder / PARETO, plan)
-    if not plot_acceptance(runs, folder / ACCEPTANCE):
+    pictures = {"Output tokens/s against tokens/s/user": folder / PARETO}
+    if plot_acceptance(runs, folder / ACCEPTANCE):
+        pictures["Acceptance by position, by category, and of trees by rank"] = folder / ACCEPTANCE
+    else:
         (folder / ACCEPTANCE).unlink(missing_ok=True)
-    (folder / REPORT).write_text(render_html(runs, found, plan), encoding="utf-8")
+    (folder / REPORT).write_text(_render_html(runs, found, pictures), encoding="utf-8")
 
 
-def render_html(runs: list[Results], found: list[Comparison], plan: list[Predicted] | None = None) -> str:
+def _render_html(runs: list[Results], found: list[Comparison], pictures: dict[str, Path]) -> str:
     """Renders the page, with its pictures inside."""
     title = " and ".join(run.label for run in runs)
     parts = [f"<h1>{_e(title)}</h1>"]
     parts += [f'<p class="warning">{_e(note)}</p>' for note in differences(runs)]
-    parts.append(_pictures(runs, plan or []))
+    parts += [_image_html(said, file) for said, file in pictures.items()]
     if found:
         parts += ["<h2>Throughput at a fixed speed</h2>", _fixed_speed_html(found)]
         parts.append("<p>Read off the frontier; in brackets the bootstrap's 95% interval over requests.</p>")
@@ -254,15 +257,9 @@ def render_html(runs: list[Results], found: list[Comparison], plan: list[Predict
     return f"<!doctype html><html><head>{head}</head><body>{''.join(parts)}</body></html>\n"
 
 
-def _pictures(runs: list[Results], plan: list[Predicted]) -> str:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        plot_pareto(runs, folder / PARETO, plan)
-        files = {PARETO: "Output tokens/s against tokens/s/user"}
-        if plot_acceptance(runs, folder / ACCEPTANCE):
-            files[ACCEPTANCE] = "Acceptance by position, by category, and of trees by rank"
-        images = {file: base64.b64encode((folder / file).read_bytes()).decode() for file in files}
-    return "".join(f'<p><img alt="{files[file]}" src="data:image/png;base64,{images[file]}"></p>' for file in files)
+def _image_html(said: str, file: Path) -> str:
+    image = base64.b64encode(file.read_bytes()).decode()
+    return f'<p><img alt="{said}" src="data:image/png;base64,{image}"></p>'
 
 
 def _fixed_speed_html(found: list[Comparison]) -> str:

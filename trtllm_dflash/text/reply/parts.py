@@ -110,7 +110,10 @@ class PlainParser(TextParser):
 
 def held(text: str, marker: str) -> int:
     """Returns the length of the longest ending of `text` that begins, and is not yet, the marker."""
-    return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:n])), 0)
+    at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while at >= 0 and not marker.startswith(text[at:]):
+        at = text.find(marker[0], at + 1)
+    return len(text) - at if at >= 0 else 0
 
 
 def without_newlines(text: str) -> str:
