@@ -41,7 +41,7 @@ class _Way:
 
     def multiply(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiplies rows [N, I] by a weight [O, I], transposed, and adds a bias [O]: [N, O]."""
-        count = rows.shape[0]
+        count = len(rows)
         if count > self.most:
             return torch.cat([self.multiply(piece, weight, bias) for piece in rows.split(self.most)])
         multiply = _one_dnn if self.one_dnn else F.linear
@@ -82,17 +82,15 @@ def packed(weight: Tensor) -> Tensor:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiplies x [..., I] by a weight [O, I], packed or not, transposed, and adds a bias [O]: [..., O]."""
-    shape = (*x.shape[:-1], weight.shape[0])
-    rows = (x if x.dim() == 2 else x.flatten(0, -2)).contiguous()
-    if not rows.shape[0]:
-        return x.new_empty(shape)
+    rows = x.flatten(0, -2).contiguous()
+    if not len(rows):
+        return x.new_empty(*x.shape[:-1], weight.shape[0])
     kind = _kind(weight, bias)
     way = _way(kind) or _ways(kind)[0]
-    if kind.dtype == x.dtype == weight.dtype:
-        return way.multiply(rows, weight, bias).view(shape)
-    rows, weight = rows.to(kind.dtype), weight.to(kind.dtype, memory_format=torch.contiguous_format)
-    bias = None if bias is None else bias.to(kind.dtype)
-    return way.multiply(rows, weight, bias).to(x.dtype).view(shape)
+    if kind.dtype != weight.dtype:
+        rows, weight = rows.to(kind.dtype), weight.to(kind.dtype, memory_format=torch.contiguous_format)
+        bias = None if bias is None else bias.to(kind.dtype)
+    return way.multiply(rows, weight, bias).to(x.dtype).view(*x.shape[:-1], weight.shape[0])
 
 
 def why_inexact(weight: Tensor, bias: Tensor | None) -> str | None:
@@ -179,5 +177,5 @@ def _has_kernels(dtype: torch.dtype) -> bool:
 
 
 def _one_dnn(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, weight, bias, "none", [], "")
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     return y
