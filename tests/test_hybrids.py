@@ -449,9 +449,14 @@ def test_on_a_gpu_our_kernels_compute_its_nets_or_it_is_refused_with_the_remedy(
     assert why.startswith("gated delta nets by our CUDA kernels")
     assert "flat rows: " in why
     models = {name: getattr(config, name).model_copy(update={"head_size": 64}) for name in ("target", "drafter")}
-    found, why = find_kernels(config.model_copy(update={"precision": "bf16", **models}), "auto", (9, 0))
-    assert found is not None
-    assert why == "gated delta nets, and heads of 64 on SM90"
+    for rotary in (16, 24):
+        rope = {"rope": config.target.rope.model_copy(update={"rotary_size": rotary})}
+        halves = config.model_copy(
+            update={"precision": "bf16", **models, "target": models["target"].model_copy(update=rope)}
+        )
+        found, why = find_kernels(halves, "auto", (9, 0))
+        assert (found is not None) == (rotary == 16)
+        assert why.endswith("heads of 64 on SM90" if rotary == 16 else "no RoPE of 24 numbers of 64")
     with pytest.raises(EngineError, match="are for SM90 and later, not for SM89: --device cpu"):
         find_kernels(config, "auto", (8, 9))
     with pytest.raises(EngineError, match="--kernels torch: on a GPU the gated delta nets of hybrid are our kernels'"):

@@ -20,6 +20,7 @@ from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.cost.memory import plan_memory
 from trtllm_dflash.errors import CheckpointError, SettingsError
 from trtllm_dflash.models.weights import WeightPrecision
+from trtllm_dflash.ops import fp8
 from trtllm_dflash.ops.fp8 import Fp8Weight
 from trtllm_dflash.ops.linear_weight import Nvfp4Weight, linear_weight
 
@@ -183,14 +184,30 @@ def test_build_says_what_the_torch_backend_dequantizes(tmp_path):
     assert "target: nvfp4 is dequantized to fp32 at load by --backend torch" in said
 
 
-def test_blocks_of_fp8_are_dequantized_on_other_gpus_than_hopper_s(tmp_path):
+def test_it_is_said_which_gpus_dequantize_blocks_of_fp8_and_whether_all(tmp_path):
+    """Hopper GPUs multiply them as they are, but where rows are no four blocks: of a hidden size of 256, not of 512."""
+    target = make_target(tmp_path / "wide", layers=1, hidden=512, dtype=torch.bfloat16, **SHAPE)
+    quantize_folder(target, "blocks")
+    wide = open_pair(target).target_config
     pair = open_pair(*make_quantized(tmp_path, "blocks")[:2])
-    said = {
-        gpu: choose_precision(pair.target_config, pair.drafter.config, "torch", None, None, gpu).said
-        for gpu in ("sm89", "sm90", "sm120")
-    }
-    note = "target: {0}; drafter: {0}".format("fp8-blocks is dequantized to bf16 at load by --backend torch")
-    assert said == {"sm89": note, "sm90": None, "sm120": note}
+
+    def said(target, drafter, gpu, tp=1):
+        return choose_precision(target, drafter, "torch", None, None, gpu, tp).said
+
+    for gpu, share in (("sm89", ""), ("sm90", "in part "), ("sm120", "")):
+        note = f"fp8-blocks is {share}dequantized to bf16 at load by --backend torch"
+        assert said(pair.target_config, pair.drafter.config, gpu) == f"target: {note}; drafter: {note}"
+    assert said(wide, None, "sm90") is None
+    assert "target: fp8-blocks is in part dequantized" in said(wide, None, "sm90", tp=2)  # rows of 256
+    assert "target: fp8-blocks is dequantized" in said(wide, None, "sm120")
+
+
+def test_on_hopper_torch_and_its_cuda_decide(monkeypatch):
+    known = {("2.10.0", "12.8"): False, ("2.8.0", "13.0"): False, ("2.9.1+cu129", "12.9"): True, ("2.13.0", None): True}
+    for (release, cuda), takes in known.items():
+        monkeypatch.setattr(torch, "__version__", release)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        assert fp8._takes_blocks.__wrapped__() == takes
 
 
 @pytest.mark.parametrize(

@@ -173,9 +173,11 @@ def _target(config: EngineConfig, kind: WeightPrecision, gpu: PublishedGPU) -> s
             read = "those that rows choose dequantized each time" if config.precision == "fp32" else "read as they are"
         return f"Target: experts in INT4, {read}."
     dense = [weight for weight in target_weights(config.target) if weight.precision is kind and weight.stack is None]
-    if any(stored_as(config, weight, gpu) is not kind for weight in dense):
+    left = [weight for weight in dense if stored_as(config, weight, gpu) is not kind]
+    if left:
         apart = "" if config.target.moe is None else ", but for experts,"
-        return f"{said}{apart} dequantized to {config.precision.upper()} at load by the torch backend."
+        share = "" if left == dense else " in part"
+        return f"{said}{apart}{share} dequantized to {config.precision.upper()} at load by the torch backend."
     in_fp8 = any(is_multiplied_in_fp8(config, weight, gpu) for weight in dense)
     rate = "at twice BF16's rate" if in_fp8 else "at BF16's rate"
     return f"{said}, read as they are and multiplied {rate}; not compared with steps of such a target."

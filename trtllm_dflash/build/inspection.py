@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trtllm_dflash.cost.gpus import GPU, present_gpu
 from trtllm_dflash.cost.memory import MemoryPlan, pages_on_gpu, plan_memory
 from trtllm_dflash.cost.states import checkpoint_count, state_bytes
 from trtllm_dflash.engine.config import EngineConfig
@@ -21,11 +22,12 @@ class Inspection:
     io: IO
     memory: MemoryPlan
     sizes: dict[str, int]  # each rank's file, bytes
+    gpu: GPU | None  # of this process, on which the memory is counted; see `plan_memory`
 
     @property
     def paging(self) -> Paging:
         """The pages of its caches on a GPU; a CPU keeps one a slot unless it is asked for others."""
-        return pages_on_gpu(self.config)
+        return pages_on_gpu(self.config, self.gpu)
 
     @property
     def state(self) -> int:
@@ -81,7 +83,8 @@ def inspect_engine(path: Path) -> Inspection:
     if missing:
         raise EngineError(f"{missing[0]}: missing; build the engine again")
     sizes = {file.name: file.stat().st_size for file in files}
-    return Inspection(config, step_io(config, config.sampling), plan_memory(config), sizes)
+    gpu = present_gpu()
+    return Inspection(config, step_io(config, config.sampling), plan_memory(config, gpu), sizes, gpu)
 
 
 def _binding(binding: Binding) -> dict[str, Any]:

@@ -172,7 +172,7 @@ def build_precision(
     check_caches(settings.kv, settings.backend or "torch")
     backend = settings.backend or "torch"
     asked = settings.precision, settings.drafter_precision
-    return choose_precision(target, drafter, backend, *asked, gpu or settings.gpu)
+    return choose_precision(target, drafter, backend, *asked, gpu or settings.gpu, settings.tp)
 
 
 def as_planned(

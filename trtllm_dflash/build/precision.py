@@ -7,12 +7,14 @@ import torch
 
 from trtllm_dflash.cost.gpus import capability, present_gpu
 from trtllm_dflash.engine.config import Backend
+from trtllm_dflash.engine.dtypes import DTYPES
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import pair_weights, target_weights
 from trtllm_dflash.models.decoder import DecoderConfig
-from trtllm_dflash.models.drafter import PREFIX, DrafterConfig
-from trtllm_dflash.models.weights import Precision, WeightPrecision, rounded_to_fp8
+from trtllm_dflash.models.drafter import PREFIX, Drafter, DrafterConfig
+from trtllm_dflash.models.weights import Precision, Weight, WeightPrecision, rounded_to_fp8
 from trtllm_dflash.ops.formats import FP8_BLOCK, FP8_MULTIPLE, INT4_BLOCK
+from trtllm_dflash.ops.fp8 import multiplies_blocks
 
 #: Formats of few bits, as flags name them, and the compute capability from which on GPUs multiply them.
 Format: TypeAlias = Literal["fp8", "nvfp4"]
@@ -54,10 +56,11 @@ class _Place:
         formats = [name for name, least in CAPABILITY.items() if self.gpu is None or self.gpu >= least]
         return [*reversed(formats), "bf16", "fp16", "fp32"]
 
-    @property
-    def multiplies_blocks(self) -> bool:
-        """Whether matrices in FP8 by blocks are multiplied as they are stored, where their sides are whole blocks."""
-        return self.gpu == 90 and self.engine != "fp32"
+    def multiplies(self, weight: Weight, tp: int) -> bool:
+        """Whether the torch backend multiplies a rank's part of a matrix in few bits as it is stored, on some GPU."""
+        if weight.precision is not WeightPrecision.FP8_BLOCKS:
+            return weight.precision is WeightPrecision.FP8
+        return multiplies_blocks(divmod(self.gpu or 0, 10), weight.shape(tp, 0), DTYPES[self.engine])
 
     def check(self, knob: str, wanted: str) -> None:
         if wanted not in self.has:
@@ -71,11 +74,13 @@ def choose_precision(
     precision: TargetPrecision | None,
     drafter_precision: DrafterPrecision | None,
     gpu: str | None,
+    tp: int = 1,
 ) -> PrecisionChoice:
     """Choose the precision of an engine's parts; see the flags of `trtllm-dflash build`.
 
     Args:
         target, drafter: as their checkpoints have them.
+        tp: ranks, whose parts of matrices decide on what is said.
 
     Raises:
         SettingsError: the GPU lacks a precision, or it cannot be made of the checkpoint; names what would do.
@@ -96,7 +101,8 @@ def choose_precision(
         whole = {"linear_precision": WeightPrecision.FP8, "plain_linears": ()}
         drafter_changes = _changes(drafter, chosen["drafter"], whole)
     is_auto = "auto" in (precision, drafter_precision)
-    notes = [_dequantized(place, role, model) for role, model in (("target", target), ("drafter", drafter)) if model]
+    roles = ("target", target), ("drafter", drafter)
+    notes = [_dequantized(place, role, model, tp) for role, model in roles if model]
     kept = [note for (_, chosen_format), note in zip(chosen.items(), notes, strict=True) if note and chosen_format]
     said = [_said(place, chosen)] if is_auto else []
     return PrecisionChoice(engine, changes, drafter_changes, "; ".join(said + kept) or None)
@@ -171,16 +177,19 @@ def check_sides(target: DecoderConfig, drafter: DrafterConfig | None, tp: int) -
             )
 
 
-def _dequantized(place: _Place, role: str, model: DecoderConfig) -> str | None:
+def _dequantized(place: _Place, role: str, model: DecoderConfig, tp: int) -> str | None:
     """Say how this backend dequantizes a format that it does not multiply there; None for others."""
     kind = model.linear_precision
     if place.backend == "tensorrt" or kind is None:
         return None
     said = []
-    weights = [weight for weight in target_weights(model) if weight.precision is kind] if role == "target" else []
-    is_multiplied = kind is WeightPrecision.FP8 or (kind is WeightPrecision.FP8_BLOCKS and place.multiplies_blocks)
-    if not is_multiplied and not (weights and all(weight.stack is not None for weight in weights)):
-        said.append(f"{role}: {kind.value} is dequantized to {place.engine} at load by --backend torch")
+    every = Drafter(model).weights() if isinstance(model, DrafterConfig) else target_weights(model)
+    weights = [weight for weight in every if weight.precision is kind]
+    alone = [weight for weight in weights if weight.stack is None]
+    left = [weight for weight in alone if not place.multiplies(weight, tp)]
+    if left:
+        share = "" if left == alone else "in part "
+        said.append(f"{role}: {kind.value} is {share}dequantized to {place.engine} at load by --backend torch")
     if any(weight.stack is not None for weight in weights):
         said.append(
             f"{role}: experts stay in {kind.value}, and those that rows choose are dequantized each time, but by our "

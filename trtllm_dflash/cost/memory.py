@@ -51,7 +51,8 @@ def plan_memory(config: EngineConfig, gpu: GPU | None = None) -> MemoryPlan:
     """Counts the bytes that the first rank of an engine needs, which holds the most.
 
     Args:
-        gpu: that it runs on, which decides on kernels; None: one that has all of ours.
+        gpu: that it runs on, which decides on kernels; None: one that has all of ours, and multiplies as `stored_as`
+            says of one that is not known.
     """
     size = config.cache_dtype.itemsize
     caches = {name: prod(shape) * size for name, shape in cache_shapes(config, pages_on_gpu(config, gpu)).items()}
@@ -283,7 +284,8 @@ def _have_kernels(config: EngineConfig, gpu: GPU | None) -> bool:
     computed = None if isinstance(config.target, PlannedConfig) else config.target
     heads = {size for model in (computed, config.drafter) if model is not None for size in model.head_sizes}
     own = OLDEST_GPU if gpu is None else divmod(gpu.capability, 10)
-    reason = why_unsupported(config.dtype, heads, own, config.kv)
+    rotated = () if computed is None else config.rotated
+    reason = why_unsupported(config.dtype, heads, own, config.kv, rotated)
     return config.backend == "torch" and reason is None and config.block_size <= MAX_ROWS
 
 

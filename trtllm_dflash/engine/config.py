@@ -84,6 +84,12 @@ class EngineConfig(BaseModel):
         return sorted({size for model in models for size in model.head_sizes})
 
     @property
+    def rotated(self) -> list[tuple[int, int]]:
+        """Numbers of a head that RoPE rotates, and the head's size, of each of its models' rotary embeddings."""
+        models = [self.target] if self.drafter is None else [self.target, self.drafter]
+        return [(rope.rotary_size or size, size) for model in models for rope, size in model.ropes.values()]
+
+    @property
     def dtype(self) -> "torch.dtype":
         """The type of weights, activations and, unless `kv` gives another, caches."""
         from trtllm_dflash.engine.dtypes import DTYPES

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
+from trtllm_dflash.kernels.append import takes_rotary
 from trtllm_dflash.kernels.checks import ALL_HEAD_SIZES, HALVES, HEAD_SIZES
 
 #: Compute capability of the oldest GPUs that they are for: they wait for each other by instructions of Hopper's.
@@ -16,12 +17,17 @@ _LARGE_MAJORS, _LARGE_KB, _SMALL_KB = (9, 10, 11), 227, 99
 
 
 def why_unsupported(
-    dtype: torch.dtype, head_sizes: Iterable[int], capability: tuple[int, int], kv: str | None = None
+    dtype: torch.dtype,
+    head_sizes: Iterable[int],
+    capability: tuple[int, int],
+    kv: str | None = None,
+    rotated: Iterable[tuple[int, int]] = (),
 ) -> str | None:
     """Explains why a model of this type and head sizes is left to torch on a GPU; None: the kernels compute it.
 
     Args:
         kv: the caches' type, where that is another.
+        rotated: numbers of a head that RoPE rotates, and the head's size.
     """
     if dtype not in HALVES:
         return f"our CUDA kernels compute in BF16 and FP16, not in {str(dtype).removeprefix('torch.')}"
@@ -34,6 +40,9 @@ def why_unsupported(
             return f"our CUDA kernels have heads of {known} on {own}, of {size} on {gpu_name(HOPPER)} alone"
         if size not in HEAD_SIZES and kv is not None:
             return f"our CUDA kernels have {kv} caches for heads of {known}, not of {size}"
+    for rotary, size in rotated:
+        if not takes_rotary(rotary, size):
+            return f"our CUDA kernels have no RoPE of {rotary} numbers of {size}"
     if capability < OLDEST_GPU:
         return f"our CUDA kernels are for {gpu_name(OLDEST_GPU)} and later, not for {gpu_name(capability)}"
     return None

@@ -83,29 +83,29 @@ def dequantize_cache_rows(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tenso
 def multiplies(device: torch.device, weight: Fp8Weight, dtype: torch.dtype) -> bool:
     """Whether `TorchOps` multiplies rows of `dtype` by an FP8 weight as it is stored, on that device.
 
-    GPUs from compute capability 8.9 on do by one with a scale a row. By one with a scale a block see
-    `multiplies_blocks`, and cuBLAS has to be of CUDA 12.9 or later.
+    GPUs from compute capability 8.9 on do by one with a scale a row; by one with a scale a block: `multiplies_blocks`.
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     if not weight.by_block:
         return capability >= (8, 9)
-    return multiplies_blocks(capability, tuple(weight.values.shape), dtype) and _takes_blocks()
+    return multiplies_blocks(capability, tuple(weight.values.shape), dtype)
 
 
 def multiplies_blocks(capability: tuple[int, int], shape: tuple[int, ...], dtype: torch.dtype) -> bool:
     """Whether rows of `dtype` are multiplied by weights [O, I] with a scale a block as they are stored, on such a GPU.
 
-    Hopper GPUs do, of rows in 16 bits, where there are whole blocks, of a row four at a time.
+    Hopper GPUs do, of rows in 16 bits, where there are whole blocks, of a row four at a time; with torch 2.9 and later,
+    made for CUDA 12.9 and later.
     """
     outputs, inputs = shape[-2:]
     is_whole = outputs % FP8_BLOCK == 0 and inputs % (4 * FP8_BLOCK) == 0
-    return capability == (9, 0) and is_whole and dtype in (torch.bfloat16, torch.float16)
+    return capability == (9, 0) and is_whole and dtype in (torch.bfloat16, torch.float16) and _takes_blocks()
 
 
 @cache
 def _takes_blocks() -> bool:
-    """Whether this torch hands scales of blocks to cuBLAS."""
-    versions = torch.__version__, torch.version.cuda or "0"
+    """Whether this torch hands scales of blocks to cuBLAS. One without CUDA counts for one that does, elsewhere."""
+    versions = torch.__version__, torch.version.cuda or "12.9"
     release, cuda = (tuple(int(part) for part in version.split("+")[0].split(".")[:2]) for version in versions)
     return release >= (2, 9) and cuda >= (12, 9)
 

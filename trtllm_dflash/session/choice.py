@@ -127,7 +127,7 @@ def why_not_flat(config: EngineConfig, capability: tuple[int, int]) -> str | Non
     family = without_kernels(config.target)
     if family is not None:
         return f"our CUDA kernels have no flat rows of {family}"
-    return kernels.why_unsupported(config.dtype, config.head_sizes, capability, config.kv)
+    return kernels.why_unsupported(config.dtype, config.head_sizes, capability, config.kv, config.rotated)
 
 
 def find_parts(config: EngineConfig, asked: Kernels, capability: tuple[int, int]) -> kernels.Library | None:

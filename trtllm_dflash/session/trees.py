@@ -87,6 +87,9 @@ def _are_faster(config: EngineConfig, device: "torch.device", kernels: Kernels) 
     is_measured = config.block_size == _AUTO_BLOCK and config.tp == 1 and config.target.moe is None
     if not is_measured or _why_not(config, _AUTO_NODES, on_gpu=True) is not None:
         return False
+    assert config.drafter is not None
+    if config.drafter.is_second or config.drafter.windows is not None:
+        return False
     return why_not_flat(config, torch.cuda.get_device_capability(device)) is None
 
 
