@@ -247,6 +247,7 @@ class StepBench:
         lengths = {self._block(arm) - 1 for arm in plan.arms if arm.drafting is not Drafting.OFF}
         shares = any(arm.shares for arm in plan.arms)
         self.session.prepare(Prepare(tuple(sorted(lengths)), sampled=False, shares=shares), progress)
+        gpu = present_gpu()
         done, total = 0, len(plan.batch) * len(plan.arms) * (1 + plan.rounds)
         for batch in plan.batch:
             seconds: dict[Arm, list[float]] = {arm: [] for arm in plan.arms}
@@ -256,7 +257,7 @@ class StepBench:
                     seconds[arm].append(self.timed(arm, batch))
                     done += 1
             for arm in plan.arms:
-                work = step_work(plan.config, arm.drafting, batch, arm.rows, plan.cache_length, present_gpu())
+                work = step_work(plan.config, arm.drafting, batch, arm.rows, plan.cache_length, gpu)
                 # The first round may compile.
                 self.report.lines.append(Line(arm, batch, plan.cache_length, seconds[arm][1:], work))
         if self.session.device.type == "cuda":

@@ -6,15 +6,15 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from trtllm_dflash.cost.gpus import capability, present_gpu
+from trtllm_dflash.cost.memory import stored_there
 from trtllm_dflash.engine.config import Backend
 from trtllm_dflash.engine.dtypes import DTYPES
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import pair_weights, target_weights
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import PREFIX, Drafter, DrafterConfig
-from trtllm_dflash.models.weights import Precision, Weight, WeightPrecision, rounded_to_fp8
+from trtllm_dflash.models.weights import Precision, WeightPrecision, rounded_to_fp8
 from trtllm_dflash.ops.formats import FP8_BLOCK, FP8_MULTIPLE, INT4_BLOCK
-from trtllm_dflash.ops.fp8 import multiplies_blocks
 
 #: Formats of few bits, as flags name them, and the compute capability from which on GPUs multiply them.
 Format: TypeAlias = Literal["fp8", "nvfp4"]
@@ -55,12 +55,6 @@ class _Place:
         """Lists the precisions that it supports, the fewest bits first."""
         formats = [name for name, least in CAPABILITY.items() if self.gpu is None or self.gpu >= least]
         return [*reversed(formats), "bf16", "fp16", "fp32"]
-
-    def multiplies(self, weight: Weight, tp: int) -> bool:
-        """Whether the torch backend multiplies a rank's part of a matrix in few bits as it is stored, on some GPU."""
-        if weight.precision is not WeightPrecision.FP8_BLOCKS:
-            return weight.precision is WeightPrecision.FP8
-        return multiplies_blocks(divmod(self.gpu or 0, 10), weight.shape(tp, 0), DTYPES[self.engine])
 
     def check(self, knob: str, wanted: str) -> None:
         if wanted not in self.has:
@@ -186,7 +180,8 @@ def _dequantized(place: _Place, role: str, model: DecoderConfig, tp: int) -> str
     every = Drafter(model).weights() if isinstance(model, DrafterConfig) else target_weights(model)
     weights = [weight for weight in every if weight.precision is kind]
     alone = [weight for weight in weights if weight.stack is None]
-    left = [weight for weight in alone if not place.multiplies(weight, tp)]
+    there = place.backend, DTYPES[place.engine], place.gpu
+    left = [weight for weight in alone if stored_there(weight, weight.shape(tp, 0), *there) is not kind]
     if left:
         share = "" if left == alone else "in part "
         said.append(f"{role}: {kind.value} is {share}dequantized to {place.engine} at load by --backend torch")

@@ -122,7 +122,8 @@ def weight_count(config: EngineConfig) -> int:
 def weight_bytes(config: EngineConfig, gpu: GPU | None = None) -> int:
     """Bytes of those parameters and tables, in the precision that they are multiplied in on a GPU; see `stored_as`."""
     size = config.dtype.itemsize
-    stored = _stored_bytes(config.target, config.drafter, config.backend, config.tp, config.dtype, gpu)
+    own = None if gpu is None else gpu.capability
+    stored = _stored_bytes(config.target, config.drafter, config.backend, config.tp, config.dtype, own)
     return _completed(config) * size + stored + plan_adds(config)
 
 
@@ -148,10 +149,10 @@ def _stored_bytes(
     backend: Backend,
     tp: int,
     dtype: torch.dtype,
-    gpu: GPU | None,
+    own: int | None,
 ) -> int:
     shapes = [(weight, weight.shape(tp, 0)) for weight in pair_weights(target, drafter)]
-    held = [(_stored_as(weight, shape, backend, dtype, gpu), shape) for weight, shape in shapes]
+    held = [(stored_there(weight, shape, backend, dtype, own), shape) for weight, shape in shapes]
     return sum(precision.stored_bytes(shape, dtype.itemsize) for precision, shape in held)
 
 
@@ -168,7 +169,8 @@ def stored_as(config: EngineConfig, weight: Weight, gpu: GPU | None) -> WeightPr
     Args:
         gpu: None: not known, and none that multiplies FP8 by blocks.
     """
-    return _stored_as(weight, weight.shape(config.tp, 0), config.backend, config.dtype, gpu)
+    own = None if gpu is None else gpu.capability
+    return stored_there(weight, weight.shape(config.tp, 0), config.backend, config.dtype, own)
 
 
 def is_multiplied_in_fp8(config: EngineConfig, weight: Weight, gpu: GPU | None) -> bool:
@@ -179,22 +181,21 @@ def is_multiplied_in_fp8(config: EngineConfig, weight: Weight, gpu: GPU | None) 
     return weight.stack is None and stored_as(config, weight, gpu) in kinds  # experts are dequantized
 
 
-def _stored_as(
-    weight: Weight, shape: tuple[int, ...], backend: Backend, dtype: torch.dtype, gpu: GPU | None
+def stored_there(
+    weight: Weight, shape: tuple[int, ...], backend: Backend, dtype: torch.dtype, own: int | None
 ) -> WeightPrecision:
+    """Finds the same of a part of that shape, in an engine of that type, on a GPU of that compute capability (90)."""
     kinds = WeightPrecision.FP8_BLOCKS, WeightPrecision.NVFP4, WeightPrecision.INT4
     if backend != "torch" or weight.precision not in kinds or weight.stack is not None:
         return weight.precision
-    own = (0, 0) if gpu is None else divmod(gpu.capability, 10)
-    is_multiplied = weight.precision is WeightPrecision.FP8_BLOCKS and multiplies_blocks(own, shape, dtype)
+    by_block = weight.precision is WeightPrecision.FP8_BLOCKS
+    is_multiplied = by_block and multiplies_blocks(divmod(own or 0, 10), shape, dtype)
     return weight.precision if is_multiplied else WeightPrecision.ENGINE
 
 
 def _completed(config: EngineConfig) -> int:
     """Counts the numbers that a session adds to the stored ones: RoPE tables, and a rank's slice of a tied head."""
-    models = [config.target] if config.drafter is None else [config.target, config.drafter]
-    ropes = [rope for model in models for rope in model.ropes.values()]
-    count = sum(config.cache_length * (rope.rotary_size or size) for rope, size in ropes)
+    count = sum(config.cache_length * rotary for rotary, _ in config.rotated)
     if config.target.tied_embeddings and config.tp > 1:  # a tensor of its own
         count += config.target.vocab_size // config.tp * config.target.hidden_size
     return count

@@ -84,11 +84,10 @@ def _are_faster(config: EngineConfig, device: "torch.device", kernels: Kernels) 
 
     if device.type != "cuda" or kernels == "torch" or not torch.cuda.is_available():
         return False
-    is_measured = config.block_size == _AUTO_BLOCK and config.tp == 1 and config.target.moe is None
+    drafter = config.drafter
+    is_measured = drafter is not None and not drafter.is_second and drafter.windows is None
+    is_measured = is_measured and config.block_size == _AUTO_BLOCK and config.tp == 1 and config.target.moe is None
     if not is_measured or _why_not(config, _AUTO_NODES, on_gpu=True) is not None:
-        return False
-    assert config.drafter is not None
-    if config.drafter.is_second or config.drafter.windows is not None:
         return False
     return why_not_flat(config, torch.cuda.get_device_capability(device)) is None
 
