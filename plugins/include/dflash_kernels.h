@@ -471,8 +471,8 @@ DFLASH_API cudaError_t dflash_moe_workspace(const dflash_moe_params* params, siz
 DFLASH_API cudaError_t dflash_moe(
     const dflash_moe_params* params, void* workspace, size_t workspace_bytes, cudaStream_t stream);
 
-/* The same for many rows, of numbers, MXFP4 or NVFP4, on Hopper: an expert is read once for up to 64 of the rows that
- * chose it. Both are cudaErrorNotSupported on other GPUs. */
+/* The same for many rows, of all but INT4, on Hopper: an expert is read once for up to 64 of the rows that chose it.
+ * Both are cudaErrorNotSupported on other GPUs. */
 DFLASH_API cudaError_t dflash_moe_many_workspace(const dflash_moe_params* params, size_t* bytes);
 
 DFLASH_API cudaError_t dflash_moe_many(

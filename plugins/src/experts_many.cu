@@ -16,6 +16,7 @@ namespace
 {
 
 using namespace moe;
+using many::Lines;
 
 // The parts of the workspace: inputs of both products, as they lie, and the outputs of the second.
 struct Workspace
@@ -29,8 +30,8 @@ struct Workspace
     size_t bytes;
 
     Workspace(dflash_moe_params const& p, void* start)
-        : x_pitch(is_packed(weight_of(p)) ? many::pitch_of<true>(p.hidden) : many::pitch_of<false>(p.hidden))
-        , h_pitch(is_packed(weight_of(p)) ? many::pitch_of<true>(p.columns) : many::pitch_of<false>(p.columns))
+        : x_pitch(many::pitch_of(weight_of(p), p.hidden))
+        , h_pitch(many::pitch_of(weight_of(p), p.columns))
     {
         Scratch scratch{static_cast<unsigned char*>(start)};
         size_t const pairs = static_cast<size_t>(p.rows) * experts_of_row(p);
@@ -70,7 +71,7 @@ cudaError_t launch_choice(dflash_moe_params const& p, Route const& route, cudaSt
 // -- laying out -------------------------------------------------------------------------------------------------------
 
 // Copies 32 inputs of a row to one of its places: a thread's work. Sixteen bytes of four parts become one of each.
-template <bool kPacked>
+template <Lines kLines>
 __device__ __forceinline__ void lay_out(dflash_moe_params const& p, Workspace const& space, int row, int place, int run)
 {
     auto const* const from = static_cast<uint16_t const*>(p.x) + static_cast<int64_t>(row) * p.hidden;
@@ -79,9 +80,11 @@ __device__ __forceinline__ void lay_out(dflash_moe_params const& p, Workspace co
 #pragma unroll
     for (int part = 0; part < 4; ++part)
     {
-        int const column = kPacked ? run / 4 * 128 + part * 32 + run % 4 * 8 : run * 32 + part * 8;
+        int const column = kLines == Lines::kE2m1 ? run / 4 * 128 + part * 32 + run % 4 * 8
+            : kLines == Lines::kE4m3              ? run / 2 * 64 + part * 16 + run % 2 * 8
+                                                  : run * 32 + part * 8;
         uint4 const x = column < p.hidden ? *reinterpret_cast<uint4 const*>(from + column) : uint4{};
-        uint4 const ordered = kPacked ? paired(x) : x;
+        uint4 const ordered = kLines == Lines::kE2m1 ? paired(x) : kLines == Lines::kE4m3 ? paired_in_words(x) : x;
         parts[part][0] = ordered.x;
         parts[part][1] = ordered.y;
         parts[part][2] = ordered.z;
@@ -96,17 +99,17 @@ __device__ __forceinline__ void lay_out(dflash_moe_params const& p, Workspace co
 
 // The second product's inputs get zeros in the stage of their last columns: the first product writes the others over
 // them.
-template <bool kPacked>
+template <Lines kLines>
 __device__ __forceinline__ void clear_end(Workspace const& space, int place, int chunk)
 {
     int64_t const end = (static_cast<int64_t>(place) + 1) * space.h_pitch;
-    auto* const to = static_cast<uint16_t*>(space.h) + end - many::Stage<kPacked>::kColumns;
+    auto* const to = static_cast<uint16_t*>(space.h) + end - many::Stage<kLines>::kColumns;
     reinterpret_cast<uint4*>(to)[chunk] = {};
 }
 
 // Groups the rows by expert, every block for itself, and lays a block's rows out. The next kernel may begin once it can
 // read the groups.
-template <bool kPacked>
+template <Lines kLines>
 __global__ void __launch_bounds__(kRouteThreads)
     lay_out_kernel(dflash_moe_params const p, Workspace const space, int const block_rows)
 {
@@ -132,7 +135,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     trigger();
 
     int const first = blockIdx.x * block_rows * chosen, past = min(p.rows, (blockIdx.x + 1) * block_rows) * chosen;
-    int const runs = space.x_pitch / 32, chunks = p.columns < space.h_pitch ? many::Stage<kPacked>::kColumns / 8 : 0;
+    int const runs = space.x_pitch / 32, chunks = p.columns < space.h_pitch ? many::Stage<kLines>::kColumns / 8 : 0;
     int const tasks = runs + chunks; // of a pair
     for (int i = threadIdx.x; i < (past - first) * tasks; i += kRouteThreads)
     {
@@ -144,22 +147,22 @@ __global__ void __launch_bounds__(kRouteThreads)
         }
         if (place >= 0 && task < runs)
         {
-            lay_out<kPacked>(p, space, row, place, task);
+            lay_out<kLines>(p, space, row, place, task);
         }
         else if (place >= 0)
         {
-            clear_end<kPacked>(space, place, task - runs);
+            clear_end<kLines>(space, place, task - runs);
         }
     }
 }
 
-template <bool kPacked>
+template <Lines kLines>
 cudaError_t launch_lay_out(
     dflash_moe_params const& p, Workspace const& space, Device const& device, cudaStream_t stream)
 {
     int const block_rows = (p.rows + device.processors - 1) / device.processors;
     int const blocks = (p.rows + block_rows - 1) / block_rows;
-    return launch_kernel(lay_out_kernel<kPacked>, dim3(blocks), kRouteThreads, 0, stream, p, space, block_rows);
+    return launch_kernel(lay_out_kernel<kLines>, dim3(blocks), kRouteThreads, 0, stream, p, space, block_rows);
 }
 
 // -- the products -----------------------------------------------------------------------------------------------------
@@ -176,40 +179,41 @@ int stages_that_fit(Device const& device, int inputs, Weight weight)
 }
 
 // A weight's lines: boxes of one line of some units' halves.
-template <bool kPacked>
+template <Lines kLines>
 cudaError_t map_weight(Product const& p, int experts, int units, CUtensorMap& map)
 {
-    using S = many::Stage<kPacked>;
-    cuuint64_t const row_bytes = kPacked ? p.inputs / 2 : p.inputs * 2, outputs = p.outputs;
+    using S = many::Stage<kLines>;
+    int const halves = kLines == Lines::kE2m1 ? 1 : kLines == Lines::kE4m3 ? 2 : 4; // of a byte, a number's
+    cuuint64_t const row_bytes = p.inputs * halves / 2, outputs = p.outputs;
     return map_tiles<3>(CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, p.weight,
         {row_bytes, outputs, static_cast<cuuint64_t>(experts)}, {row_bytes, row_bytes * outputs},
         {S::kLineBytes, static_cast<cuuint32_t>(units * many::kHalfRows), 1}, map,
-        kPacked ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
+        kLines == Lines::kE2m1 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 // Inputs as they lie: boxes of a stage's, of some tokens.
-template <bool kPacked>
+template <Lines kLines>
 cudaError_t map_inputs(void const* x, int pitch, size_t pairs, int tokens, CUtensorMap& map)
 {
     constexpr cuuint64_t kAtomBytes = many::kAtom * 2;
     cuuint64_t const row_bytes = 2 * static_cast<cuuint64_t>(pitch);
     return map_tiles<3>(CU_TENSOR_MAP_DATA_TYPE_UINT16, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, x,
         {many::kAtom, pairs, row_bytes / kAtomBytes}, {row_bytes, kAtomBytes},
-        {many::kAtom, static_cast<cuuint32_t>(tokens), many::Stage<kPacked>::kAtoms}, map);
+        {many::kAtom, static_cast<cuuint32_t>(tokens), many::Stage<kLines>::kAtoms}, map);
 }
 
-template <bool kPacked>
+template <Lines kLines>
 cudaError_t map_all(dflash_moe_params const& p, many::Launch& launch, int pitch)
 {
     cudaError_t error = cudaSuccess;
-    for (int units = 1; error == cudaSuccess && units <= many::Crew<kPacked>::kItemUnits; ++units)
+    for (int units = 1; error == cudaSuccess && units <= many::Crew<kLines>::kItemUnits; ++units)
     {
-        error = map_weight<kPacked>(launch.p, own_experts(p), units, launch.weight[units - 1]);
+        error = map_weight<kLines>(launch.p, own_experts(p), units, launch.weight[units - 1]);
     }
     size_t const pairs = static_cast<size_t>(p.rows) * experts_of_row(p);
     for (int boxes = 1; error == cudaSuccess && boxes <= many::kBoxes; ++boxes)
     {
-        error = map_inputs<kPacked>(launch.p.x, pitch, pairs, boxes * many::kBoxTokens, launch.inputs[boxes - 1]);
+        error = map_inputs<kLines>(launch.p.x, pitch, pairs, boxes * many::kBoxTokens, launch.inputs[boxes - 1]);
     }
     return error;
 }
@@ -218,19 +222,19 @@ template <typename T, Weight kWeight, bool kGateUp>
 cudaError_t launch_product(
     dflash_moe_params const& p, many::Launch& launch, int pitch, Device const& device, cudaStream_t stream)
 {
-    constexpr bool kPacked = is_packed(kWeight);
+    constexpr Lines kLines = many::lines_of(kWeight);
     constexpr auto kernel = many::many_product_kernel<T, kWeight, kGateUp>;
     launch.units = (launch.p.outputs + many::kUnitRows - 1) / many::kUnitRows;
-    launch.steps = pitch / many::Stage<kPacked>::kColumns;
+    launch.steps = pitch / many::Stage<kLines>::kColumns;
     launch.stages = stages_that_fit(device, launch.p.inputs, kWeight);
-    cudaError_t error = map_all<kPacked>(p, launch, pitch);
+    cudaError_t error = map_all<kLines>(p, launch, pitch);
     error = error ? error : allow_shared_bytes<kernel>(device.shared_bytes);
     if (error != cudaSuccess)
     {
         return error;
     }
     int const bytes = many::SharedLayout(launch.p.inputs, kWeight, launch.stages).bytes;
-    return launch_kernel(kernel, dim3(device.processors), many::Crew<kPacked>::kThreads, bytes, stream, launch);
+    return launch_kernel(kernel, dim3(device.processors), many::Crew<kLines>::kThreads, bytes, stream, launch);
 }
 
 template <typename T, Weight kWeight>
@@ -255,7 +259,7 @@ cudaError_t launch_moe(dflash_moe_params const& p, void* workspace, Device const
 {
     Workspace const space(p, workspace);
     cudaError_t error = launch_choice(p, space.route, stream);
-    error = error ? error : launch_lay_out<is_packed(kWeight)>(p, space, device, stream);
+    error = error ? error : launch_lay_out<many::lines_of(kWeight)>(p, space, device, stream);
     error = error ? error : launch_products<T, kWeight>(p, space, device, stream);
     return error ? error : launch_sum<T>(p, space.route, space.y, stream);
 }
@@ -267,6 +271,7 @@ cudaError_t launch_moe(dflash_moe_params const& p, void* workspace, Device const
     {
     case Weight::kMxfp4: return launch_moe<T, Weight::kMxfp4>(p, workspace, device, stream);
     case Weight::kNvfp4: return launch_moe<T, Weight::kNvfp4>(p, workspace, device, stream);
+    case Weight::kFp8: return launch_moe<T, Weight::kFp8>(p, workspace, device, stream);
     default: return launch_moe<T, Weight::kNumbers>(p, workspace, device, stream);
     }
 }
@@ -289,8 +294,7 @@ cudaError_t check(dflash_moe_params const& p, Device& device)
     }
     Weight const weight = weight_of(p);
     bool const does_fit = stages_that_fit(device, std::max(p.hidden, p.columns), weight) >= many::kLeastStages;
-    bool const is_decoded = weight == Weight::kNumbers || weight == Weight::kMxfp4 || weight == Weight::kNvfp4;
-    return is_routed(p) && is_decoded && does_fit ? cudaSuccess : cudaErrorInvalidValue;
+    return is_routed(p) && weight != Weight::kInt4 && does_fit ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 } // namespace

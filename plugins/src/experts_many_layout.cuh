@@ -23,30 +23,44 @@ constexpr int kMostStages = 8;
 constexpr int kLeastStages = 3;
 constexpr int kScaleBuffers = 2; // items whose scales are there
 
-// Who multiplies. E2M1 is unpacked by as many warps as there are registers for.
-template <bool kPacked>
+// What the lines of a weight are of.
+enum class Lines
+{
+    kNumbers, // of the rows' type
+    kE4m3,
+    kE2m1
+};
+
+__host__ __device__ constexpr Lines lines_of(Weight weight)
+{
+    return weight == Weight::kFp8 ? Lines::kE4m3 : is_packed(weight) ? Lines::kE2m1 : Lines::kNumbers;
+}
+
+// Who multiplies. What is unpacked is by as many warps as there are registers for.
+template <Lines kLines>
 struct Crew
 {
-    static constexpr int kGroups = kPacked ? 3 : 2; // warpgroups
-    static constexpr int kGroupUnits = kPacked ? 1 : 2; // that a warpgroup has of an item
+    static constexpr bool kUnpacks = kLines != Lines::kNumbers;
+    static constexpr int kGroups = kUnpacks ? 3 : 2; // warpgroups
+    static constexpr int kGroupUnits = kUnpacks ? 1 : 2; // that a warpgroup has of an item
     static constexpr int kItemUnits = kGroups * kGroupUnits;
     static constexpr int kWarps = 4 * kGroups; // that multiply; one more loads
     static constexpr int kThreads = kWarps * 32 + 128; // registers are given to warpgroups
-    static constexpr int kLoaderRegisters = kPacked ? 56 : 40;
-    static constexpr int kMainloopRegisters = kPacked ? 152 : 232;
+    static constexpr int kLoaderRegisters = kUnpacks ? 56 : 40;
+    static constexpr int kMainloopRegisters = kUnpacks ? 152 : 232;
 };
 
-constexpr int kMostItemUnits = Crew<false>::kItemUnits;
+constexpr int kMostItemUnits = Crew<Lines::kNumbers>::kItemUnits;
 
 // One stage: a line of each of an item's rows, and the inputs that it meets, of each token.
-template <bool kPacked>
+template <Lines kLines>
 struct Stage
 {
-    static constexpr int kLineBytes = kPacked ? 64 : 128; // of a row
-    static constexpr int kColumns = kPacked ? 128 : 64; // inputs
+    static constexpr int kLineBytes = kLines == Lines::kE2m1 ? 64 : 128; // of a row
+    static constexpr int kColumns = kLines == Lines::kNumbers ? 64 : 128; // inputs
     static constexpr int kChunks = kLineBytes / 64; // of sixteen bytes, that a lane has of a line
     // Of all units: first halves, then seconds.
-    static constexpr int kHalfBytes = Crew<kPacked>::kItemUnits * kHalfRows * kLineBytes;
+    static constexpr int kHalfBytes = Crew<kLines>::kItemUnits * kHalfRows * kLineBytes;
     static constexpr int kWeightBytes = 2 * kHalfBytes;
     static constexpr int kAtoms = kColumns / kAtom;
     static constexpr int kTokenBytes = kColumns * 2; // by atoms: of all tokens the first, then the next
@@ -54,11 +68,16 @@ struct Stage
 };
 
 // Inputs of a token lie in the order in which products take them: registers get a weight by sixteen bytes a lane, and
-// E2M1's numbers come out of their words in pairs. Columns are exchanged within 32, or 128 of E2M1.
-template <bool kPacked>
+// numbers that are unpacked come out of their words in pairs. Columns are exchanged within 32, 64 of E4M3, 128 of E2M1.
+template <Lines kLines>
 __host__ __device__ __forceinline__ int place_of(int column)
 {
-    if constexpr (kPacked)
+    if constexpr (kLines == Lines::kE4m3)
+    {
+        int const part = column / 16 % 4, word = column / 4 % 4, pair = column % 2, element = column / 2 % 2;
+        return column / 64 * 64 + word * 16 + pair * 8 + part * 2 + element;
+    }
+    if constexpr (kLines == Lines::kE2m1)
     {
         int const part = column / 32 % 4, word = column / 8 % 4, pair = column % 4, element = column / 4 % 2;
         return column / 128 * 128 + word * 32 + pair * 8 + part * 2 + element;
@@ -68,11 +87,25 @@ __host__ __device__ __forceinline__ int place_of(int column)
 }
 
 // Inputs of a token as they lie: whole stages, zeros behind the last column.
-template <bool kPacked>
+template <Lines kLines>
 __host__ __device__ __forceinline__ int pitch_of(int columns)
 {
-    constexpr int kColumns = Stage<kPacked>::kColumns;
+    constexpr int kColumns = Stage<kLines>::kColumns;
     return (columns + kColumns - 1) / kColumns * kColumns;
+}
+
+__host__ __device__ constexpr int stage_bytes(Weight weight)
+{
+    return weight == Weight::kFp8 ? Stage<Lines::kE4m3>::kBytes
+        : is_packed(weight)       ? Stage<Lines::kE2m1>::kBytes
+                                  : Stage<Lines::kNumbers>::kBytes;
+}
+
+inline int pitch_of(Weight weight, int columns)
+{
+    return weight == Weight::kFp8 ? pitch_of<Lines::kE4m3>(columns)
+        : is_packed(weight)       ? pitch_of<Lines::kE2m1>(columns)
+                                  : pitch_of<Lines::kNumbers>(columns);
 }
 
 struct Launch
@@ -86,7 +119,7 @@ struct Launch
     CUtensorMap inputs[kBoxes]; // [atoms, pairs, kAtom], in so many sixteens of tokens
 };
 
-// Bytes of shared memory, in order: the stages, the scales of two items [2, units, 32 rows], the barriers.
+// Bytes of shared memory, in order: the stages, the scales of E2M1 of two items [2, units, 32 rows], the barriers.
 struct SharedLayout
 {
     int row_scale_bytes; // of a row
@@ -97,8 +130,8 @@ struct SharedLayout
 
     __host__ __device__ SharedLayout(int inputs, Weight weight, int stages)
         : row_scale_bytes(inputs / 32 * scale_bytes_of(weight))
-        , scale_bytes(Crew<true>::kItemUnits * kUnitRows * row_scale_bytes)
-        , scales_at(stages * (is_packed(weight) ? Stage<true>::kBytes : Stage<false>::kBytes))
+        , scale_bytes(Crew<Lines::kE2m1>::kItemUnits * kUnitRows * row_scale_bytes)
+        , scales_at(stages * stage_bytes(weight))
         , barriers_at(scales_at + kScaleBuffers * scale_bytes)
         , bytes(barriers_at + 2 * (kMostStages + kScaleBuffers) * 8)
     {

@@ -54,8 +54,8 @@ struct Place
 template <Weight kWeight>
 struct Shared
 {
-    static constexpr bool kPacked = is_packed(kWeight);
-    using S = Stage<kPacked>;
+    static constexpr Lines kLines = lines_of(kWeight);
+    using S = Stage<kLines>;
 
     SharedLayout const layout;
     uint32_t const start;
@@ -109,12 +109,12 @@ struct Shared
         for (int i = 0; i < kMostStages; ++i)
         {
             init_barrier(full(i), 1);
-            init_barrier(empty(i), Crew<kPacked>::kWarps);
+            init_barrier(empty(i), Crew<kLines>::kWarps);
         }
         for (int i = 0; i < kScaleBuffers; ++i)
         {
             init_barrier(scales_full(i), 1);
-            init_barrier(scales_empty(i), Crew<kPacked>::kWarps);
+            init_barrier(scales_empty(i), Crew<kLines>::kWarps);
         }
         fence_barrier_inits();
     }
@@ -126,7 +126,7 @@ struct Shared
 template <Weight kWeight, bool kGateUp>
 struct Loader
 {
-    using S = Stage<is_packed(kWeight)>;
+    using S = Stage<lines_of(kWeight)>;
 
     Launch const& launch;
     Shared<kWeight> const& shared;
@@ -201,7 +201,7 @@ struct Loader
     // Rows behind the weight's last have no scales: theirs may be any.
     __device__ __forceinline__ void load_scales(Item const& item)
     {
-        if constexpr (is_packed(kWeight))
+        if constexpr (lines_of(kWeight) == Lines::kE2m1)
         {
             Product const& p = launch.p;
             int const row_bytes = shared.layout.row_scale_bytes;
@@ -221,7 +221,7 @@ struct Loader
                 int64_t const row = static_cast<int64_t>(item.group.expert) * p.outputs + first[half];
                 if (bytes[half] > 0)
                 {
-                    int const at = half * Crew<true>::kItemUnits * kHalfRows * row_bytes;
+                    int const at = half * Crew<Lines::kE2m1>::kItemUnits * kHalfRows * row_bytes;
                     copy_bytes(to + at, static_cast<uint8_t const*>(p.scales) + row * row_bytes, bytes[half], barrier);
                 }
             }

@@ -2,12 +2,15 @@
 // chose it.
 //
 // One block an SM. One warp has the lines of a weight and the tokens' inputs brought, as many ahead as fit; warpgroups
-// take the weight into registers, unpacked there where it is MXFP4 or NVFP4, and multiply it by the inputs as they lie
-// in shared memory. Weights are what instructions take as rows, so that few tokens waste little.
+// take the weight into registers, unpacked there where it is MXFP4, NVFP4 or FP8, and multiply it by the inputs as they
+// lie in shared memory. Weights are what instructions take as rows, so that few tokens waste little.
 #pragma once
 
+#include "experts_fp8_scales.cuh"
+#include "experts_many_epilogue.cuh"
 #include "experts_many_layout.cuh"
 #include "experts_many_loading_sm90.cuh"
+#include "fp8.cuh"
 #include "instructions.cuh"
 #include "launch.cuh"
 #include "mxfp4.cuh"
@@ -53,9 +56,10 @@ __device__ __forceinline__ uint32_t read_two_bytes(uint32_t from)
 template <typename T, Weight kWeight, bool kGateUp>
 struct Mainloop
 {
-    static constexpr bool kPacked = is_packed(kWeight);
-    using S = Stage<kPacked>;
-    using C = Crew<kPacked>;
+    static constexpr Lines kLines = lines_of(kWeight);
+    static constexpr bool kHasScales = kLines == Lines::kE2m1; // in shared memory
+    using S = Stage<kLines>;
+    using C = Crew<kLines>;
     using Format = Mxfp4<T>;
     using Operand = uint32_t[kAtom / 16][4]; // of a unit's line, what meets an atom of inputs
 
@@ -109,7 +113,7 @@ struct Mainloop
     __device__ __forceinline__ void multiply(float (&c)[C::kGroupUnits][kTiles][4])
     {
         constexpr int kUnits = C::kGroupUnits;
-        if constexpr (kPacked)
+        if constexpr (kHasScales)
         {
             wait_for_phase(shared.scales_full(next_scales.at), next_scales.phase);
         }
@@ -151,17 +155,44 @@ struct Mainloop
         }
         wait_for_products(c[kUnits - 1]);
         leave(shared.empty(last));
-        if constexpr (kPacked)
+        if constexpr (kHasScales)
         {
             leave(shared.scales_empty(next_scales.at));
             next_scales.advance(kScaleBuffers);
         }
     }
 
+    // Likewise with experts in FP8, a stage's sums apart, for each has a scale: as those of few rows are added.
+    template <int kTiles>
+    __device__ __forceinline__ void multiply(float (&c)[kTiles][4], Fp8Scales& scales)
+    {
+        uint32_t const first_inputs = static_cast<uint32_t>(matrix(shared.inputs(0), 16, 8 * kAtom * 2));
+        float sums[kTiles][4] = {};
+        for (int step = 0; step < launch.steps; ++step)
+        {
+            wait_for_phase(shared.full(next.at), next.phase);
+            uint32_t const inputs = first_inputs + next.at * (S::kBytes / 16);
+            Line const line = read(warpgroup, step);
+            Operand a[S::kAtoms];
+#pragma unroll
+            for (int atom = 0; atom < S::kAtoms; ++atom)
+            {
+                unpack(a[atom], line, atom);
+                begin_products();
+                multiply(sums, a[atom], inputs + atom * kTiles * 8 * kAtom * 2 / 16);
+                commit_products();
+            }
+            wait_for_products(sums);
+            leave(shared.empty(next.at));
+            next.advance(launch.stages);
+            scales.add(c, sums, step);
+        }
+    }
+
     // Leaves an item to the other warpgroups. What is there must be waited for, or a barrier counts this warp twice.
     __device__ __forceinline__ void skip()
     {
-        if constexpr (kPacked)
+        if constexpr (kHasScales)
         {
             wait_for_phase(shared.scales_full(next_scales.at), next_scales.phase);
             leave(shared.scales_empty(next_scales.at));
@@ -194,11 +225,11 @@ struct Mainloop
 #pragma unroll
         for (int i = 0; i < S::kChunks; ++i)
         {
-            uint32_t const from = at + (kPacked ? part ^ quad / 2 : (i * 4 + part) ^ quad) * 16;
+            uint32_t const from = at + (kHasScales ? part ^ quad / 2 : (i * 4 + part) ^ quad) * 16;
             line.upper[i] = read_16(from);
             line.lower[i] = read_16(from + S::kHalfBytes);
         }
-        if constexpr (kPacked)
+        if constexpr (kHasScales)
         {
             read_scales(line, unit_row, step);
         }
@@ -213,7 +244,7 @@ struct Mainloop
 #pragma unroll
         for (int half = 0; half < 2; ++half)
         {
-            uint32_t const from = scales + half * Crew<true>::kItemUnits * kHalfRows * row_bytes;
+            uint32_t const from = scales + half * Crew<Lines::kE2m1>::kItemUnits * kHalfRows * row_bytes;
             if constexpr (kWeight == Weight::kNvfp4)
             {
                 // Both scales of 32 numbers, of eight rows beside each other.
@@ -226,14 +257,27 @@ struct Mainloop
                 line.factor[half] = Format::factor(min(line.scale[half], Format::kMostScale));
             }
         }
-        line.is_large = kWeight == Weight::kMxfp4
-            && __any_sync(kAll, max(line.scale[0], line.scale[1]) > Format::kMostScale);
+        line.is_large
+            = kWeight == Weight::kMxfp4 && __any_sync(kAll, max(line.scale[0], line.scale[1]) > Format::kMostScale);
     }
 
     // Makes of a line the operand that meets an atom of inputs, in the order of `place_of`.
     __device__ __forceinline__ static void unpack(Operand& a, Line const& line, int atom)
     {
-        if constexpr (kPacked)
+        if constexpr (kLines == Lines::kE4m3)
+        {
+            uint4 const &u = line.upper[atom], &l = line.lower[atom];
+            uint32_t const words[2][4] = {{u.x, u.y, u.z, u.w}, {l.x, l.y, l.z, l.w}};
+#pragma unroll
+            for (int i = 0; i < 8; ++i)
+            {
+                uint32_t pairs[2];
+                Fp8<T>::spread(words[i / 4][i % 4], pairs);
+                a[i % 4][i / 4] = pairs[0];
+                a[i % 4][2 + i / 4] = pairs[1];
+            }
+        }
+        else if constexpr (kLines == Lines::kE2m1)
         {
             uint4 const& u = line.upper[0];
             uint4 const& l = line.lower[0];
@@ -308,78 +352,7 @@ struct Mainloop
     }
 };
 
-// -- what becomes of the sums -----------------------------------------------------------------------------------------
-
-// Finishes and stores a unit's sums. A lane has two tokens' sums of two rows: a gate and its up, or two outputs.
-template <typename T, Weight kWeight, bool kGateUp>
-struct Epilogue
-{
-    Launch const& launch;
-    Product const& p;
-    Item const& item;
-    int const row; // of a half
-
-    // What the products' sum is.
-    __device__ __forceinline__ static float scaled(float sum, [[maybe_unused]] float scale)
-    {
-        return kWeight == Weight::kNvfp4 ? sum * Nvfp4<T>::kRest * scale : sum;
-    }
-
-    // Takes the sums: a tile that is done leaves the front.
-    template <int kTiles>
-    __device__ __forceinline__ void store(int unit, float (&c)[kTiles][4]) const
-    {
-        int rows[2];
-        bool are_there[2];
-        float bias[2] = {};
-        [[maybe_unused]] float scale[2] = {}; // NVFP4's
-        int const limit[2] = {kGateUp ? p.outputs / 2 : p.outputs, p.outputs};
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-        {
-            rows[half] = first_row<kGateUp>(p, item, half) + unit * kHalfRows + row;
-            are_there[half] = rows[half] < limit[half];
-            if (p.bias && are_there[half])
-            {
-                bias[half] = to_float(
-                    static_cast<T const*>(p.bias)[static_cast<int64_t>(item.group.expert) * p.outputs + rows[half]]);
-            }
-            if constexpr (kWeight == Weight::kNvfp4)
-            {
-                scale[half] = are_there[half]
-                    ? p.row_scales[static_cast<int64_t>(item.group.expert) * p.outputs + rows[half]]
-                    : 0.f;
-            }
-        }
-        T* const out = static_cast<T*>(p.out) + static_cast<int64_t>(item.group.first) * launch.pitch;
-        int const places[2] = {kGateUp ? place_of<is_packed(kWeight)>(rows[0]) : rows[0], rows[1]};
-#pragma unroll 1 // its instructions come from memory, too
-        for (int tile = 0; tile < kTiles; ++tile)
-        {
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-            {
-                int const token = tile * 8 + threadIdx.x % 4 * 2 + i;
-                float const upper = rounded<T>(scaled(c[0][i], scale[0]) + bias[0]);
-                float const lower = rounded<T>(scaled(c[0][2 + i], scale[1]) + bias[1]);
-                T* const to = out + token * launch.pitch;
-                if (token < item.group.tokens && are_there[0])
-                {
-                    to[places[0]] = from_float<T>(kGateUp ? p.activated(upper, lower) : upper);
-                }
-                if (!kGateUp && token < item.group.tokens && are_there[1])
-                {
-                    to[places[1]] = from_float<T>(lower);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < 4 * (kTiles - 1); ++i)
-            {
-                c[i / 4][i % 4] = c[i / 4 + 1][i % 4];
-            }
-        }
-    }
-};
+// -- an item ---------------------------------------------------------------------------------------------------------
 
 // Computes an item for up to 8 kTiles tokens.
 template <int kTiles, typename T, Weight kWeight, bool kGateUp>
@@ -390,9 +363,26 @@ __device__ __forceinline__ void compute(Mainloop<T, kWeight, kGateUp>& mainloop,
         mainloop.skip();
         return;
     }
-    constexpr int kUnits = Crew<is_packed(kWeight)>::kGroupUnits;
+    constexpr int kUnits = Crew<lines_of(kWeight)>::kGroupUnits;
+    static_assert(kWeight != Weight::kFp8 || kUnits == 1);
     float c[kUnits][kTiles][4] = {};
-    mainloop.multiply(c);
+    if constexpr (kWeight == Weight::kFp8)
+    {
+        Product const& p = mainloop.launch.p;
+        int rows[2]; // whose scales a lane has; those behind the last row have no numbers
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+        {
+            int const row = first_row<kGateUp>(p, item, half) + mainloop.unit_of(0) * kHalfRows + mainloop.row;
+            rows[half] = min(row, p.outputs - 1);
+        }
+        Fp8Scales scales(p, item.group.expert, rows[0], rows[1], threadIdx.x % 32);
+        mainloop.multiply(c[0], scales);
+    }
+    else
+    {
+        mainloop.multiply(c);
+    }
     Epilogue<T, kWeight, kGateUp> const epilogue{mainloop.launch, mainloop.launch.p, item, mainloop.row};
 #pragma unroll
     for (int i = 0; i < kUnits; ++i)
@@ -408,11 +398,11 @@ __device__ __forceinline__ void compute(Mainloop<T, kWeight, kGateUp>& mainloop,
 
 // kGateUp: the first product, which ends with the activation.
 template <typename T, Weight kWeight, bool kGateUp>
-__global__ void __launch_bounds__(Crew<is_packed(kWeight)>::kThreads, 1)
+__global__ void __launch_bounds__(Crew<lines_of(kWeight)>::kThreads, 1)
     many_product_kernel(__grid_constant__ Launch const launch)
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-    using C = Crew<is_packed(kWeight)>;
+    using C = Crew<lines_of(kWeight)>;
     extern __shared__ __align__(1024) unsigned char memory[];
     // The routing is known: the kernel before this one waited for it before it let this one begin.
     trigger();

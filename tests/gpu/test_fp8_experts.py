@@ -8,7 +8,7 @@ import torch
 from tests.flat_ops import rowless_ops
 from tests.gpu.test_kernels import HALVES, assert_close
 from tests.gpu.test_kernels import why_not as why_no_kernels
-from tests.gpu.test_moe import Case, moe_in_float64
+from tests.gpu.test_moe import FEW_AND_MANY, MANY, Case, moe_in_float64
 from trtllm_dflash.ops.cuda_experts import moe_kernel, takes_experts
 from trtllm_dflash.ops.experts import Experts
 from trtllm_dflash.ops.torch_ops import TorchOps
@@ -55,10 +55,11 @@ def make_inputs(case: Case, by_block: bool) -> tuple[dict[str, torch.Tensor], to
 
 
 @BY_BLOCK
+@pytest.mark.parametrize("many", FEW_AND_MANY)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_fp8_experts_equal_float64(case, by_block, poisoned):
+def test_fp8_experts_equal_float64(case, many, by_block, poisoned):
     weights, x, logits = make_inputs(case, by_block)
-    moe = moe_kernel(case.layer, Experts.of(weights, case.layer))
+    moe = moe_kernel(case.layer, Experts.of(weights, case.layer), many)
     assert moe.takes(x, logits)
     out, expected = moe(x, logits), moe_in_float64(case, weights, x, logits, torch.float32)
     print(f"largest error {(out - expected).abs().max():.3g} of {expected.abs().max():.3g}")
@@ -67,7 +68,17 @@ def test_fp8_experts_equal_float64(case, by_block, poisoned):
 
 
 @BY_BLOCK
-def test_every_number_of_e4m3_is_what_it_is_in_float64(by_block):
+@pytest.mark.parametrize("many", [MANY])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_few_and_many_rows_are_computed_to_the_same_bits(case, many, by_block):
+    weights, x, logits = make_inputs(case, by_block)
+    few, found = (moe_kernel(case.layer, Experts.of(weights, case.layer), kind)(x, logits) for kind in (False, many))
+    assert few.equal(found)
+
+
+@BY_BLOCK
+@pytest.mark.parametrize("many", FEW_AND_MANY)
+def test_every_number_of_e4m3_is_what_it_is_in_float64(many, by_block):
     """Down's row r is the code r everywhere, so that outputs are to each other as the numbers: codes are 1/16 apart."""
     case = Case(3, packed=False, experts=1, count=1, top_k=1, hidden=256, columns=128, clamp=None, bias=False)
     weights, x, logits = make_inputs(case, by_block)
@@ -76,7 +87,7 @@ def test_every_number_of_e4m3_is_what_it_is_in_float64(by_block):
     down = codes.to(torch.uint8)[None, :, None].expand(1, 256, 128).contiguous().view(torch.float8_e4m3fn)
     weights["mlp.experts.down_proj.weight"] = down
     weights["mlp.experts.down_proj.scale"].fill_(1.0)
-    out = moe_kernel(case.layer, Experts.of(weights, case.layer))(x, logits).double()
+    out = moe_kernel(case.layer, Experts.of(weights, case.layer), many)(x, logits).double()
     ratios = out / out[:, 0x38:0x39]  # of 1
     numbers = down[0, :, 0].float().double()
     torch.testing.assert_close(ratios, numbers.expand_as(ratios), rtol=2.0**-6, atol=0.0)

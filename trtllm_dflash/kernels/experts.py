@@ -14,11 +14,17 @@ Tensor = torch.Tensor
 #: Rows that `MoE` takes: for more, products of many rows are faster.
 MOE_ROWS = 512
 #: Rows of an expert, on average, from which on it is read once for up to 64 of them (Hopper), not for 16: of numbers,
-#: of MXFP4, and of NVFP4 (up to 4 it is read for 8, which is faster still). Measured on an H200.
-_MANY_ROWS, _MANY_MXFP4_ROWS, _MANY_NVFP4_ROWS = 8, 14, 4.5
+#: of MXFP4, and of NVFP4 (up to 4 it is read for 8, which is faster still), measured on an H200; and of FP8, on an H100.
+_MANY_ROWS, _MANY_MXFP4_ROWS, _MANY_NVFP4_ROWS, _MANY_FP8_ROWS = 8, 14, 4.5, 4
 
 # Members of `dflash_moe_format`.
 _NUMBERS, _MXFP4, _FP8_ROWS, _FP8_BLOCKS, _INT4, _NVFP4 = range(6)
+_LEAST_MANY = {
+    _MXFP4: _MANY_MXFP4_ROWS,
+    _NVFP4: _MANY_NVFP4_ROWS,
+    _FP8_ROWS: _MANY_FP8_ROWS,
+    _FP8_BLOCKS: _MANY_FP8_ROWS,
+}
 _NAMES = ("numbers", "MXFP4", "FP8", "FP8 by block", "INT4", "NVFP4")
 
 # Of `Layout` in experts_work.cuh: the fewest warps and rows of a block; 16 rows of a weight that a warp multiplies, by
@@ -240,7 +246,7 @@ class MoE:
         """Chooses by the number of rows: the function and its bytes of scratch; None: none computes such experts."""
         many = self._many
         if many is None:
-            least = {_MXFP4: _MANY_MXFP4_ROWS, _NVFP4: _MANY_NVFP4_ROWS}.get(params.format, _MANY_ROWS)
+            least = _LEAST_MANY.get(params.format, _MANY_ROWS)
             many = params.rows * params.top_k >= least * params.experts
         for name in ["dflash_moe_many"] * many + ["dflash_moe"] * (not self._many):
             needed = ctypes.c_size_t()
