@@ -68,6 +68,33 @@ def test_in_half_precision_each_token_is_fp32s_or_a_near_tie(kind, precision, tm
                 print(kind, precision, name, others, "near-ties; texts alike:", sum(map(list.__eq__, *texts)))
 
 
+@pytest.mark.parametrize("kind", ["windows", "windows, free", "anchor"])
+def test_trees_of_those_that_choose_each_row_apart_are_verified(kind, tmp_path):
+    """In BF16, greedy and sampled: each token is FP32's or a near-tie."""
+    shape = {"hidden": 128, "head_size": 64, "intermediate": 128, "vocab": 16, "dtype": torch.bfloat16}
+    target = make_target(tmp_path / "target", **shape)
+    folder = make_kind(kind, tmp_path / "drafter", target, head_size=64)
+    with load((target, folder), precision="bf16", draft_tree=15) as gpu, load((target, folder), "cpu") as exact:
+        for params in (GREEDY, SAMPLED):
+            drafted = gpu.generate(PROMPTS, params)
+            assert sum(sum(c.accepted_per_step) for c in drafted) > 0
+            assert_each_is_nearly_the_largest(
+                exact, PROMPTS, tokens(drafted), params, dtype=gpu.config.dtype, count=2 * NEAR_TIE
+            )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_exact_kernels_drafted_text_is_plain_text(kind, tmp_path):
+    shape = {"hidden": 128, "head_size": 64, "intermediate": 128, "vocab": 16, "dtype": torch.bfloat16}
+    target = make_target(tmp_path / "target", **shape)
+    folder = make_kind(kind, tmp_path / "drafter", target, head_size=64)
+    with load((target, folder), precision="bf16", kernels="exact") as gpu:
+        for params in (GREEDY, SAMPLED):
+            drafted = gpu.generate(PROMPTS, params)
+            assert tokens(drafted) == tokens(gpu.generate(PROMPTS, params, draft=False))
+            assert sum(sum(c.accepted_per_step) for c in drafted) > 0
+
+
 def windows(path):
     """The shipped drafter, with windows that look back 64 tokens."""
     shutil.copytree(TINY / "drafter", path)
