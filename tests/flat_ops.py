@@ -8,12 +8,12 @@ from trtllm_dflash import kernels
 from trtllm_dflash.ops.cuda_ops import CudaOps
 
 
-def rowless_ops(weights, communicator=None) -> CudaOps:
+def rowless_ops(weights, communicator=None, kind=CudaOps) -> CudaOps:
     """Operations that need no layout of rows."""
     none = torch.zeros(0, dtype=torch.int32)
     segments = none.view(0, 4)
     layout = kernels.Rows(segments, segments, segments, none, none, none, none, none, none, segments, None)
-    return CudaOps(weights, {}, communicator, kernels.Pages(none.view(0, 1), 1), layout, 1)
+    return kind(weights, {}, communicator, kernels.Pages(none.view(0, 1), 1), layout, 1)
 
 
 def decoding_ops(weights, caches, token_ids: torch.Tensor, start: torch.Tensor) -> tuple[CudaOps, kernels.Rows]:

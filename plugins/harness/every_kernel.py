@@ -241,6 +241,12 @@ def norms(dtype: torch.dtype) -> None:
         kernels.quantize_rows(x.view(10, size))
         if size % 128 == 0:
             kernels.quantize_blocks(x.view(10, size))
+    if dtype == torch.bfloat16:
+        for size, kind, count in product((1024, 2880, 4096), (dtype, torch.float32), (5, 17)):
+            x, y = (normal(1, count, size, dtype=dtype) for _ in range(2))
+            norm, router, bias = (normal(*shape, dtype=dtype) for shape in ((size,), (40, size), (40,)))
+            kernels.router(x, y, norm.to(kind), EPSILON, router, bias)
+            kernels.router(x, None, norm.to(kind), EPSILON, router)
     for size in (8, 1000, 12288):
         x = normal(1, 5, 2 * size, dtype=dtype)
         kernels.swiglu(x)

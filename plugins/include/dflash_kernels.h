@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 31
+#define DFLASH_ABI_VERSION 32
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -311,6 +311,28 @@ typedef struct
 } dflash_rms_norm_params;
 
 DFLASH_API cudaError_t dflash_rms_norm(const dflash_rms_norm_params* params, cudaStream_t stream);
+
+/* A router: RMSNorm of x, or of x + pending, which is then stored too, and a product of the rows normed. They are
+ * rounded to `out`; for the product x times the norm's weights is rounded, and sums are multiplied by the inverse root
+ * mean square. A row's sums have one order, whatever rows there are. All in BF16. */
+typedef struct
+{
+    int32_t rows; /* N, at most a million */
+    int32_t size; /* H, a multiple of 32 and at most 4,096 */
+    int32_t outputs; /* O */
+    int32_t is_norm_wide; /* 1: the norm's weights are FP32, and rows are rounded once, behind them */
+    float eps;
+    const void* x; /* [N, H] contiguous, as all of these */
+    const void* pending; /* [N, H], or null */
+    const void* norm; /* [H] */
+    const void* weight; /* [O, H] */
+    const void* bias; /* [O], or null */
+    void* sum; /* [N, H]; with pending only */
+    void* out; /* [N, H] */
+    void* logits; /* [N, O] */
+} dflash_router_params;
+
+DFLASH_API cudaError_t dflash_router(const dflash_router_params* params, cudaStream_t stream);
 
 /* (residual + the RMSNorm of x) * factor * scale, of which each may be left out. H as in dflash_rms_norm. */
 typedef struct

@@ -59,6 +59,7 @@ from trtllm_dflash.kernels.products import (
     wide_gemm,
 )
 from trtllm_dflash.kernels.quantize import quantize_blocks, quantize_rows, takes_quantize
+from trtllm_dflash.kernels.router import ROUTER_LOGITS, router, takes_router
 from trtllm_dflash.kernels.rows import Rows, accept_rows, begin_rows, end_rows
 from trtllm_dflash.kernels.shape import (
     KeptPenalties,
@@ -88,6 +89,7 @@ __all__ = [
     "MOST_SHARED",
     "OLDEST_GPU",
     "PAGE_TILE",
+    "ROUTER_LOGITS",
     "SKINNY_GPUS",
     "SKINNY_ROWS",
     "TOP_COUNT",
@@ -143,6 +145,7 @@ __all__ = [
     "quantize_rows",
     "remedy",
     "rms_norm",
+    "router",
     "set_pages",
     "shape_changed_logits",
     "shape_logits",
@@ -159,6 +162,7 @@ __all__ = [
     "takes_prompts",
     "takes_quantize",
     "takes_rotary",
+    "takes_router",
     "takes_skinny",
     "takes_wide",
     "top_ids",

@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 #: Rows that `MoE` takes: for more, products of many rows are faster.
 MOE_ROWS = 512
 #: Rows of an expert, on average, from which on it is read once for up to 64 of them (Hopper), not for 16: of numbers,
-#: of MXFP4, and of NVFP4 (up to 4 it is read for 8, which is faster still), measured on an H200; and of FP8, on an H100.
+#: of MXFP4, and of NVFP4 (up to 4 it is read for 8, which is faster still), as an H200 measured; of FP8, an H100.
 _MANY_ROWS, _MANY_MXFP4_ROWS, _MANY_NVFP4_ROWS, _MANY_FP8_ROWS = 8, 14, 4.5, 4
 
 # Members of `dflash_moe_format`.

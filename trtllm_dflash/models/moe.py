@@ -37,8 +37,9 @@ class MoEDecoder(Decoder, ABC):
         """Lists the tensors of a layer's experts."""
 
     def feed_forward(self, ops: Ops[T], prefix: str, x: Residual[T]) -> Residual[T]:
-        stream, h = ops.norm(prefix + "post_attention_layernorm", x, self.config.norm_eps)
-        logits, *gate = ops.linears(self._routers(prefix), h)  # [B, N, experts]; [B, N, 1]
+        norm, routers = prefix + "post_attention_layernorm", self._routers(prefix)
+        stream, h, (logits, *gate) = ops.norm_and_linears(norm, routers, x, self.config.norm_eps)
+        # logits [B, N, experts], gate [B, N, 1]
         return ops.add_mixture(self.experts(prefix, ops.tp, ops.rank), stream, h, logits, *gate)
 
     def _routers(self, prefix: str) -> tuple[str, ...]:

@@ -223,6 +223,13 @@ class Ops(FamilyOps[T], ABC, Generic[T]):
         total, h = self.norm(norm, x, eps)
         return total, self.linears(names, h)
 
+    def norm_and_linears(
+        self, norm: str, names: tuple[str, ...], x: Residual[T], eps: float
+    ) -> tuple[T, T, tuple[T, ...]]:
+        """Returns the whole stream, that normed by `norm`, and the linears `names` of what is normed."""
+        total, h = self.norm(norm, x, eps)
+        return total, h, self.linears(names, h)
+
     def norm_linear_swiglu(self, norm: str, name: str, x: Residual[T], eps: float) -> tuple[T, T]:
         """Returns the whole stream, and `linear_swiglu` of that normed by `norm`."""
         total, h = self.norm(norm, x, eps)

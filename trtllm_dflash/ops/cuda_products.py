@@ -56,6 +56,18 @@ class CudaProducts(TorchOps):
         stream, y = self.norm_linear(norm, joined, x, eps)
         return stream, self._parts_of(y, names)
 
+    def norm_and_linears(
+        self, norm: str, names: tuple[str, ...], x: Residual[Tensor], eps: float
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        name = joined_name(names)
+        weight, bias = self.weights.get(name + ".weight"), self.weights.get(name + ".bias")
+        by = self.weights[norm + ".weight"]
+        is_flat = x.pending is None or x.pending.is_contiguous()
+        if weight is None or not is_flat or not kernels.takes_router(x.x, by, weight, bias):
+            return super().norm_and_linears(norm, names, x, eps)
+        stream, h, y = kernels.router(x.x, x.pending, by, eps, weight, bias)
+        return stream, h, self._parts_of(y, names)
+
     def _joined(self, names: tuple[str, ...], x: Tensor) -> str | None:
         """Names the linear of whose weight those are parts; None where our kernel does not multiply x by it.
 

@@ -39,6 +39,13 @@ class ExactOps(CudaOps):
     def _joined(self, names: tuple[str, ...], x: Tensor) -> str | None:
         return None  # parts of a row have the same bits only in the same product, whatever the number of rows
 
+    def norm_and_linears(
+        self, norm: str, names: tuple[str, ...], x: Residual[Tensor], eps: float
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Norms rows and multiplies them as any others: our router takes few rows alone."""
+        stream, h = self.norm(norm, x, eps)
+        return stream, h, self.linears(names, h)
+
     def _normed_product(
         self, norm: str, name: str, x: Residual[Tensor], eps: float, swiglu: bool = False, gelu: bool = False
     ) -> Tensor | None:
