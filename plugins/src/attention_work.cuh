@@ -404,11 +404,24 @@ struct Span
     }
 };
 
+// Asks the L2 cache for the sinks, which no kernel writes: steps read more between two launches than it keeps, and who
+// needs them last would wait for memory.
+__device__ __forceinline__ void ask_for_sinks(dflash_attention_params const& p)
+{
+    constexpr int kLine = 128;
+    int const bytes = p.heads * (p.sinks_dtype == DFLASH_FP32 ? 4 : 2), at = static_cast<int>(threadIdx.x) * kLine;
+    if (p.sinks && at < bytes)
+    {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<char const*>(p.sinks) + at));
+    }
+}
+
 // A block's range. Until the wait, which is here, segments are a guess, for a kernel before this one may be writing
 // them; but mostly a right one, and what follows from them takes longer than the look whether they have changed. By all
 // threads of the block.
 __device__ __forceinline__ Span wait_for_span(Work const& w)
 {
+    ask_for_sinks(w.p);
     Segments segments(w.p);
     bool const can_guess = w.p.slots <= 32; // then all is in registers
     bool is_new = can_guess;
