@@ -3,13 +3,15 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoints import edit_tensors, make_drafter
+from tests.checkpoints import edit_tensors, make_drafter, make_target
+from tests.drafters import make_kind
 from tests.gpu.test_cuda import tokens
 from tests.gpu.test_expert_texts import CHOSEN, EXPERTS, FAMILIES, OURS, WAYS, assert_near, make_pair, texts_of
 from tests.gpu.test_hybrids import PROMPTS, load
@@ -25,6 +27,10 @@ from trtllm_dflash.ops.communicator import TorchDistributed
 from trtllm_dflash.session.cuda_session import CudaSession
 
 pytestmark = pytest.mark.skipif(GPUS < 2 or bool(why_not()), reason="needs two NVIDIA GPUs and our kernels")
+
+
+#: Kinds of drafters, of `tests.drafters.KINDS`: each way of choosing a block's tokens, and windows.
+SECOND = ["dflash2", "dspark", "dspark, gated", "windows"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,7 @@ CASES = [
     *[Case(family, "fp16") for family in ("gpt-oss", "qwen3-moe")],
     Case("qwen3-moe in fp8", None),
     *[Case(family, precision) for family in ("minimax-m2", "qwen3.5", "gemma-4") for precision in ("bf16", "fp32")],
+    *[Case(f"qwen3 with {kind}", precision) for kind in SECOND for precision in ("bf16", "fp32")],
 ]
 
 
@@ -69,8 +76,18 @@ def gemma(folder: Path) -> tuple[Path, Path]:
     return target, make_drafter(folder / "ours", target, tap_layers=(0, 2, 5), seed=3, head_size=64, intermediate=128)
 
 
+def second(kind: str, folder: Path) -> tuple[Path, Path]:
+    folder.mkdir()
+    target = make_target(folder / "target", hidden=128, head_size=64, intermediate=128, vocab=16, dtype=torch.bfloat16)
+    return target, make_kind(kind, folder / "drafter", target, head_size=64)
+
+
 #: Makers of pairs without experts.
-DENSE: dict[str, Callable[[Path], tuple[Path, Path]]] = {"qwen3.5": hybrid, "gemma-4": gemma}
+DENSE: dict[str, Callable[[Path], tuple[Path, Path]]] = {
+    "qwen3.5": hybrid,
+    "gemma-4": gemma,
+    **{f"qwen3 with {kind}": partial(second, kind) for kind in SECOND},
+}
 
 
 def pair_of(case: Case, folder: Path) -> tuple[Path, Path]:

@@ -11,9 +11,11 @@ from tests.drafters import KINDS, PlainSecond, make_kind, make_shipped_second, w
 from tests.gpu.test_cuda import NEAR_TIE, acceptance, shipped_prompts, tokens
 from tests.gpu.test_hybrids import PROMPTS, load
 from tests.gpu.test_kernels import why_not
+from tests.gpu.test_shared_rows import Shared, run
 from tests.near_ties import assert_each_is_nearly_the_largest, assert_only_near_ties_differ
 from tests.test_drafter import first_drafts
 from trtllm_dflash import SamplingParams
+from trtllm_dflash.runtime.draft_length import FixedDraftLength
 from trtllm_dflash.session.cuda_session import CudaSession
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -121,3 +123,36 @@ def test_trained_drafters_are_accepted_as_on_the_cpu(make, precision, tmp_path):
             assert same >= len(prompts) // 2
             assert acceptance(drafted) == pytest.approx(acceptance(expected), rel=0.1)
     assert acceptance(drafted) > 2
+
+
+@pytest.mark.parametrize("make", [make_shipped_second, windows])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_over_fp8_caches_they_are_accepted_nearly_as_over_wide_ones(make, precision, tmp_path):
+    """Near-ties may turn: every row reads keys that were rounded."""
+    folders, params = (TINY / "target", make(tmp_path / "drafter")), SamplingParams(max_tokens=64)
+    limits = {"precision": precision, "max_seq_len": 512, "draft_tree": "off"}
+    with load(folders, **limits) as wide, load(folders, **limits, kv="fp8") as narrow:
+        assert {cache.dtype for cache in narrow.session.caches.values()} == {torch.float8_e4m3fn}
+        prompts = [wide.encode(prompt) for prompt in shipped_prompts(2)]
+        expected = wide.generate(prompts, params)
+        drafted, plain = narrow.generate(prompts, params), narrow.generate(prompts, params, draft=False)
+    same = sum(map(list.__eq__, tokens(drafted), tokens(plain)))
+    print(make.__name__, precision, "tokens a step:", acceptance(drafted), "wide:", acceptance(expected), "same:", same)
+    assert same >= len(prompts) // 2
+    assert acceptance(drafted) == pytest.approx(acceptance(expected), rel=0.15)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_slots_of_a_drafter_with_windows_share_their_rows(precision, tmp_path):
+    """As those of one without (`test_shared_rows`): in fewer steps, and any difference of text is a near-tie."""
+    folders, params = (TINY / "target", windows(tmp_path / "drafter")), SamplingParams(max_tokens=96, ignore_eos=True)
+    with load(folders, precision=precision, max_batch=12, max_seq_len=512, draft_tree="off") as gpu:
+        assert gpu.session.limits.divides
+        prompts = [gpu.encode(prompt) for prompt in shipped_prompts(8)]
+        shared, each = (run(gpu, prompts, params, rule(7)) for rule in (Shared, FixedDraftLength))
+        texts, dtype = (tokens(shared), tokens(gpu.generate(prompts, params, draft=False))), gpu.config.dtype
+        same = assert_only_near_ties_differ(gpu, prompts, *texts, params, dtype=dtype, count=NEAR_TIE)
+    assert same >= len(prompts) // 2
+    steps, fixed = (sum(reply.steps for reply in replies) for replies in (shared, each))
+    print(precision, "steps", steps, "each its own", fixed)
+    assert steps < fixed / 1.04
