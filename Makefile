@@ -12,7 +12,7 @@ BIN    := .venv/bin
 # Python keeps what it compiles, whatever the shell says: pip leaves that to the first import.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check coverage lowest audit lint types kernels kernels-of-tests bytecode plugin wheel clean
+.PHONY: setup demo test test-all check coverage lowest audit lint types kernels kernels-of-tests bytecode plugin wheel clean
 
 setup: .venv/ready
 
@@ -30,9 +30,11 @@ setup: .venv/ready
 demo: setup
 	$(BIN)/trtllm-dflash demo
 
-test:
+# Every claim by its principal cases; test-all runs their repeats too: before a release, say. tests/principal_cases.py.
+test: MARKED := -m "not exhaustive"
+test test-all:
 	@$(MAKE) --no-print-directory --jobs=4 WORKERS=1 lint types kernels-of-tests bytecode
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS_OF_ALL) $(DIST)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS_OF_ALL) $(DIST) $(MARKED)
 
 # What tests/test_plugins.py asks about, compiled on the core that the setup leaves idle. A fault in it is that test's.
 kernels-of-tests:
@@ -45,7 +47,7 @@ bytecode: setup
 
 # The quick ones alone: before each commit.
 check: setup lint types
-	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses $(WORKERS) $(DIST) -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest --quiet --numprocesses $(WORKERS) $(DIST) -m "not slow and not exhaustive"
 
 # All tests, and which lines they ran; a third slower.
 coverage: setup

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, settings
 
 import trtllm_dflash
+from tests.principal_cases import mark_repeats
 from trtllm_dflash.cli import main
 from trtllm_dflash.serving.collector import uncollected
 
@@ -66,8 +67,10 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Orders files, for the Makefile hands them out one by one: the longest first, then those of most tests."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks repeats, and orders files, for they are handed out one by one: the longest, then those of most tests."""
+    mark_repeats(items, whole=not any("::" in argument for argument in config.args))
     counts = Counter(item.path for item in items)
     items.sort(key=lambda item: (item.path.name not in LONGEST, -counts[item.path], str(item.path)))
 

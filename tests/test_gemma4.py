@@ -133,8 +133,10 @@ def test_the_drafter_s_block_has_the_target_s_scaled_embeddings(tmp_path):
     assert config.embedding_scale == 8.0  # sqrt(64)
 
 
-def test_two_and_four_ranks_give_the_tokens_of_one(tmp_path):
-    assert_ranks_agree(*gemma_pair(tmp_path, experts=True), 2, 4)
+@pytest.mark.principal("2")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_give_the_tokens_of_one(ranks, tmp_path):
+    assert_ranks_agree(*gemma_pair(tmp_path, experts=True), ranks)
 
 
 def test_layers_with_a_window_give_pages_back(tmp_path):

@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.principal("qwen3 with biases, sharded file", "llama 3.1 rope, eight", "qwen3 tied", "llama linear rope")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_of_every_position_and_greedy_text_equal_transformers(case, tmp_path):
     path = make_target(tmp_path / "target", **CASES[case], max_positions=256)

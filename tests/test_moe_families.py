@@ -84,6 +84,7 @@ def assert_equals_transformers(path: Path, model: torch.nn.Module) -> None:
         assert_greedy(model, [prompt], [completion.token_ids])
 
 
+@pytest.mark.principal("as published", "YaRN with mscale")
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[CLAMPS] * (case == TIGHT)) for case in GPT_OSS])
 def test_gpt_oss_equals_transformers(case, tmp_path):
     path = make_gpt_oss(tmp_path, **GPT_OSS[case])
@@ -164,6 +165,7 @@ def test_what_a_configuration_of_gpt_oss_lacks_is_what_transformers_takes_it_to_
     assert read_target_config({**partial, "rope_parameters": rope}) == read_target_config(whole)
 
 
+@pytest.mark.principal("8")
 @pytest.mark.parametrize("block_size", [8, 10])
 def test_drafted_text_of_gpt_oss_equals_plain_text(block_size, tmp_path):
     target, drafter = gpt_oss_pair(tmp_path, block_size=block_size)

@@ -96,6 +96,7 @@ def test_top_p_one_filters_nothing():
     assert int(TorchOps({}, {}).sample(logits, inputs)) > 100_000
 
 
+@pytest.mark.principal("{'temperature': 1.5, 'top_k': 6, 'top_p': 0.9}")
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"temperature": 1.0}, {"temperature": 1.5, "top_k": 6, "top_p": 0.9}], ids=str)
 def test_drafted_sampling_has_the_targets_filtered_distribution(options, tmp_path):

@@ -36,6 +36,7 @@ def layers(*full: bool) -> dict[str, Any]:
     return {"layer_types": kinds, "num_hidden_layers": len(kinds)}
 
 
+@pytest.mark.principal("2-True-False-fp32", "1-False-True-fp32")
 @pytest.mark.parametrize(
     ("tp", "experts", "sampled", "precision"),
     [(1, False, True, "fp32"), (2, True, False, "fp32"), (1, True, False, "fp16")],
@@ -77,6 +78,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     }
 
 
+@pytest.mark.principal("experts-sm120-2")
 @pytest.mark.parametrize(("kind", "gpu", "tp"), [("dense", "sm89", 1), ("experts", "sm120", 2)])
 def test_steps_compile(pairs: dict[str, Pair], kind: str, gpu: str, tp: int) -> None:
     assert compiled(pairs[kind], gpu, tp, sampling=False).data.nbytes > 0
