@@ -30,9 +30,12 @@ setup: .venv/ready
 demo: setup
 	$(BIN)/trtllm-dflash demo
 
-# Every claim by its principal cases; test-all runs their repeats too: before a release, say. tests/principal_cases.py.
+# Every claim by its principal cases: tests/principal_cases.py has how they are named.
 test: MARKED := -m "not exhaustive"
-test test-all:
+test: test-all
+
+# Their repeats too.
+test-all:
 	@$(MAKE) --no-print-directory --jobs=4 WORKERS=1 lint types kernels-of-tests bytecode
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS_OF_ALL) $(DIST) $(MARKED)
 
