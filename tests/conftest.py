@@ -44,15 +44,20 @@ SERVED = (
 )
 
 
+#: Files that import ModelOpt, which takes six seconds: they stay together too.
+MODELOPT = ("test_quantize.py", "test_quantized_experts.py")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """Has one process take all files that share a server."""
+    """Has one process take all files that share a server, or an import that takes long."""
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "served" if Path(file).name in SERVED else file
+            name = Path(file).name
+            return "served" if name in SERVED else "modelopt" if name in MODELOPT else file
 
     return Files(config, log) if config.getoption("dist") == "loadfile" else None
 

@@ -68,7 +68,7 @@ def test_drafted_text_equals_plain_text(family, format, params, small):
     assert any(count for completion in drafted for count in completion.accepted_per_step)
 
 
-@pytest.mark.principal("greedy-2", "greedy-16", "sampled-5")
+@pytest.mark.principal("greedy-2", "sampled-5")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("params", "block_size"),

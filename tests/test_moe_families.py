@@ -292,6 +292,7 @@ def test_the_shape_of_gpt_oss_120b_on_eight_ranks():
     assert shapes["lm_head.weight"] == (201088 // 8, 2880)
 
 
+@pytest.mark.principal("sliced experts")
 @pytest.mark.parametrize("ep", [False, True], ids=["sliced experts", "whole experts"])
 def test_two_ranks_give_the_tokens_of_one(ep, tmp_path):
     def reply(llm):

@@ -84,14 +84,14 @@ COMBINATIONS = [
 ]
 
 
-@pytest.mark.principal("qwen3-2-fp16-sm120", "llama-1-fp16-sm89")
+@pytest.mark.principal("qwen3-2-fp16-sm120")
 @pytest.mark.parametrize(("family", "tp", "precision", "gpu"), COMBINATIONS)
 def test_both_profiles_compile(pairs: dict[str, Pair], family: str, tp: int, precision: str, gpu: str) -> None:
     plan = compile_pair(pairs[family], gpu, tp, precision, rank=tp - 1, sampled=precision == "bf16")
     assert plan.data.nbytes > 0
 
 
-@pytest.mark.principal("4")
+@pytest.mark.exhaustive(beside="test_both_profiles_compile")
 @pytest.mark.parametrize("rank", [0, 4])  # the last one is among the combinations
 def test_the_first_and_a_middle_rank_compile(pairs: dict[str, Pair], rank: int) -> None:
     assert compile_pair(pairs["llama"], "sm120", tp=8, rank=rank).data.nbytes > 0

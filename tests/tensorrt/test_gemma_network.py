@@ -59,6 +59,9 @@ def test_network_computes_what_torch_ops_computes(
     assert sampled or survived > 0
 
 
+@pytest.mark.exhaustive(
+    beside="tests/tensorrt/test_session.py::test_the_scheduler_gets_the_same_replies_from_both_sessions"
+)
 @torch.inference_mode()
 def test_the_scheduler_gets_the_same_replies_from_both_sessions(tmp_path: Path) -> None:
     """Caches of two sizes; the last prompt starts from rows of the second."""

@@ -249,7 +249,7 @@ FEW = [(5, 9), (30, 9), (1, 6)]
 MANY = [(53, 9), (5, 12), (1, 12), (26, 6), (30, 6)]
 
 
-@pytest.mark.principal("qwen3_next of two ranks", "qwen3_5_moe")
+@pytest.mark.principal("qwen3_next of two ranks")
 @pytest.mark.parametrize(
     ("layout", "tp", "lengths"),
     [("qwen3_5_text", 1, MANY), ("qwen3_next", 2, FEW), ("qwen3_5_moe, stacked", 1, FEW)],

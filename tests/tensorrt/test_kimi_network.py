@@ -52,6 +52,9 @@ def test_network_computes_what_torch_ops_computes(tmp_path: Path, tp: int, capab
     assert both.compared == (4 if tp < 8 else 2) + 3 and survived > 0
 
 
+@pytest.mark.exhaustive(
+    beside="tests/tensorrt/test_session.py::test_the_scheduler_gets_the_same_replies_from_both_sessions"
+)
 @torch.inference_mode()
 def test_the_scheduler_gets_the_same_replies_from_both_sessions(tmp_path: Path) -> None:
     """One cache a layer; the last prompt starts from rows of the second."""

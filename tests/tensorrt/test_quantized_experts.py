@@ -104,7 +104,7 @@ def compiled_bytes(target: Path, gpu: str, tp: int = 1, ep: bool = False) -> int
     return compile_rank(config, complete, tp - 1, CompileSettings(gpu=gpu)).data.nbytes
 
 
-@pytest.mark.principal("nvfp4-sm120-2-False", "tensor-sm89-2-True")
+@pytest.mark.principal("nvfp4-sm120-2-False")
 @pytest.mark.parametrize(
     ("layout", "gpu", "tp", "ep"),
     [
