@@ -75,7 +75,8 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks repeats, and orders files, for they are handed out one by one: the longest, then those of most tests."""
-    mark_repeats(items, whole=not any("::" in argument for argument in config.args))
+    some = config.getoption("lf", False) or any("::" in argument for argument in config.args)
+    mark_repeats(items, whole=not some)
     counts = Counter(item.path for item in items)
     items.sort(key=lambda item: (item.path.name not in LONGEST, -counts[item.path], str(item.path)))
 

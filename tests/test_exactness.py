@@ -85,6 +85,7 @@ def test_at_every_block_size_the_text_is_the_same(block_size, params, plain, wit
         assert sum(accepted) / len(accepted) > 0.35 * (block_size - 1), "acceptance collapsed"
 
 
+@pytest.mark.exhaustive(beside="tests/test_scheduler.py::test_replies_do_not_depend_on_who_joins_and_leaves")
 @pytest.mark.slow
 def test_a_reply_does_not_depend_on_what_else_is_in_the_batch(tiny):
     """Greedy and sampled, mixed lengths, more than slots; sequences end inside a block and leave theirs to others."""

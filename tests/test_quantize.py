@@ -38,7 +38,7 @@ PARAMS = SamplingParams(max_tokens=24)
 def made(tmp_path_factory) -> dict[str, tuple[Path, QuantizeReport]]:
     """The shipped pair in both formats: folder, and report."""
     folder = tmp_path_factory.mktemp("quantized")
-    few = {"samples": 4, "held_back": 2, "length": 160, "max_tokens": 32, "device": "cpu"}
+    few = {"samples": 4, "held_back": 2, "length": 160, "max_tokens": 16, "device": "cpu"}
     pair = {"target": str(TINY / "target"), "drafter": str(TINY / "drafter")}
     reports = {}
     for format, kv in (("fp8", "fp8"), ("nvfp4", None)):

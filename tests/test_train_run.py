@@ -185,7 +185,7 @@ def test_a_drafter_of_dflash_2_is_trained_exported_and_decodes_as_was_simulated(
 def test_two_ranks_train_as_one_with_the_same_packs(trained, data, tmp_path):
     replies, _ = trained
     for ranks in (1, 2):
-        train_from_nothing(replies, data, tmp_path / str(ranks), packs=2, ranks=ranks, steps=4, evaluate_every=2)
+        train_from_nothing(replies, data, tmp_path / str(ranks), packs=2, ranks=ranks, steps=2, evaluate_every=2)
     one, two = (load_file(tmp_path / ranks / CHECKPOINT) for ranks in "12")
     assert one.keys() == two.keys()
     for key in one:

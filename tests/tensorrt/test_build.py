@@ -135,7 +135,6 @@ def test_more_workers_than_this_host_has_memory_for_are_refused(tiny):
         check_host_memory(config, 100000)
 
 
-@pytest.mark.principal("1-15")
 @pytest.mark.parametrize(("workers", "number"), [(1, signal.SIGTERM), (2, signal.SIGINT)])
 def test_a_signal_ends_a_build_and_leaves_no_half_engine(small_pair, workers, number, tmp_path):
     words = ["build", "--backend", "tensorrt", *small_pair, "--gpu", "sm120", "--tp", 4, "--workers", workers]
