@@ -12,7 +12,7 @@ from trtllm_dflash.pairs.prompts import read_prompts
 
 pytestmark = pytest.mark.slow
 
-SMALL = ["--prompts-per-kind", 1, "--max-tokens", 24, "--device", "cpu"]
+SMALL = ["--prompts-per-kind", 2, "--max-tokens", 24, "--device", "cpu"]
 FIGURES = {
     "identical",
     "acceptance_length",
@@ -51,8 +51,8 @@ def test_drafting_changes_no_token(outputs):
 def test_the_whole_is_the_sum_of_its_kinds(outputs):
     result = json.loads(outputs[0])
     parts = list(result["by_kind"].values())
-    assert [part["prompts"] for part in parts] == [1] * len(parts)
-    assert result["prompts"] == len(parts)
+    assert [part["prompts"] for part in parts] == [2] * len(parts)
+    assert result["prompts"] == 2 * len(parts)
     for figure in ("acceptance_length", "plain_tokens_per_second", "drafted_tokens_per_second"):
         values = [part[figure] for part in parts]
         assert min(values) <= result[figure] <= max(values)
@@ -75,7 +75,7 @@ def test_the_table_has_a_row_for_every_kind_and_one_for_all(outputs):
 
 
 def test_both_streams_are_shown_for_one_prompt_of_every_kind(outputs):
-    for prompts in read_prompts(1).values():
+    for prompts in read_prompts(2).values():
         shown = [" ".join(prompt.split()) in " ".join(outputs[1].split()) for prompt in prompts]
         assert shown == [True, False]
     for title in ("plain", "drafted"):
@@ -88,7 +88,7 @@ def test_the_same_step_is_compiled_and_said_not_to_have_run(outputs):
 
 
 def test_the_histogram_is_of_all_steps(outputs, tiny):
-    prompts = [[{"role": "user", "content": prompt}] for kind in read_prompts(1).values() for prompt in kind]
+    prompts = [[{"role": "user", "content": prompt}] for kind in read_prompts(2).values() for prompt in kind]
     completions = tiny.generate(prompts, SamplingParams(max_tokens=24))
     accepted = [count for completion in completions for count in completion.accepted_per_step]
     _, _, histogram = outputs[1].partition("accepted drafts a step\n")
