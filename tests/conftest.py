@@ -33,7 +33,7 @@ settings.load_profile("any machine")
 LONGEST = (
     *("test_plugins.py", "test_server.py", "test_row_exactness.py", "test_demo.py", "test_train_run.py"),
     *("test_tensor_parallel.py", "test_killed_servers.py", "test_drain.py", "test_quantize.py", "test_hybrids.py"),
-    *("test_tiny_hybrid.py", "test_light_drafter.py", "test_draft_tree.py", "test_build.py", "test_load.py"),
+    *("test_tiny_hybrid.py", "test_light_drafter.py", "test_draft_tree.py", "test_build.py", "test_windows.py"),
     *("test_departures.py", "test_draft_trees.py", "test_shared_rows.py", "test_shaped_steps.py", "test_gateway.py"),
 )
 
