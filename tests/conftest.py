@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from hypothesis import HealthCheck, settings
 
 import trtllm_dflash
+from tests.principal_cases import mark_repeats
 from trtllm_dflash.cli import main
 from trtllm_dflash.serving.collector import uncollected
 
@@ -32,7 +33,7 @@ settings.load_profile("any machine")
 LONGEST = (
     *("test_plugins.py", "test_server.py", "test_row_exactness.py", "test_demo.py", "test_train_run.py"),
     *("test_tensor_parallel.py", "test_killed_servers.py", "test_drain.py", "test_quantize.py", "test_hybrids.py"),
-    *("test_tiny_hybrid.py", "test_light_drafter.py", "test_draft_tree.py", "test_build.py", "test_load.py"),
+    *("test_tiny_hybrid.py", "test_light_drafter.py", "test_draft_tree.py", "test_build.py", "test_windows.py"),
     *("test_departures.py", "test_draft_trees.py", "test_shared_rows.py", "test_shaped_steps.py", "test_gateway.py"),
 )
 
@@ -43,15 +44,20 @@ SERVED = (
 )
 
 
+#: Files that import ModelOpt, which takes six seconds: they stay together too.
+MODELOPT = ("test_quantize.py", "test_quantized_experts.py")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """Has one process take all files that share a server."""
+    """Has one process take all files that share a server, or an import that takes long."""
     from xdist.scheduler import LoadFileScheduling
 
     class Files(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "served" if Path(file).name in SERVED else file
+            name = Path(file).name
+            return "served" if name in SERVED else "modelopt" if name in MODELOPT else file
 
     return Files(config, log) if config.getoption("dist") == "loadfile" else None
 
@@ -66,8 +72,11 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Orders files, for the Makefile hands them out one by one: the longest first, then those of most tests."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks repeats, and orders files, for they are handed out one by one: the longest, then those of most tests."""
+    some = config.getoption("lf", False) or any("::" in argument for argument in config.args)
+    mark_repeats(items, whole=not some)
     counts = Counter(item.path for item in items)
     items.sort(key=lambda item: (item.path.name not in LONGEST, -counts[item.path], str(item.path)))
 

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.slow
 LEAST = {"arithmetic": 8.0, "python": 7.0, "json": 8.0, "story": 3.2}
 
 
+@pytest.mark.principal("json")
 @pytest.mark.parametrize("kind", LEAST)
 def test_the_shipped_drafter_is_accepted(kind, tiny):
     prompts = [[{"role": "user", "content": text}] for text in read_prompts(16)[kind]]

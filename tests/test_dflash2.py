@@ -113,17 +113,16 @@ def test_a_slot_drafts_alone_as_in_a_batch_and_the_text_is_plain(name, tmp_path)
 
 
 @pytest.mark.slow
-def test_two_ranks_draft_as_one(tmp_path):
+@pytest.mark.principal("dflash2-16")
+@pytest.mark.parametrize(("name", "vocab"), [("dflash2", 16), ("dspark, speculators, reduced", 64)])
+def test_two_ranks_draft_as_one(name, vocab, tmp_path):
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10] * 6]
-    for name, vocab in (("dflash2", 16), ("dspark, speculators, reduced", 64)):
-        folder = tmp_path / name
-        folder.mkdir()
-        target = make_target(folder / "target", vocab=vocab)
-        drafter = make_kind(name, folder / "drafter", target)
-        with load(target, drafter) as llm:
-            expected = replies(llm, prompts)
-        assert any(count for said in expected for _, accepted in said for count in accepted), name
-        assert on_ranks(target, drafter, 2, lambda llm: replies(llm, prompts)) == expected, name
+    target = make_target(tmp_path / "target", vocab=vocab)
+    drafter = make_kind(name, tmp_path / "drafter", target)
+    with load(target, drafter) as llm:
+        expected = replies(llm, prompts)
+    assert any(count for said in expected for _, accepted in said for count in accepted)
+    assert on_ranks(target, drafter, 2, lambda llm: replies(llm, prompts)) == expected
 
 
 # -- windows of any drafter --------------------------------------------------------------------------------------------

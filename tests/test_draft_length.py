@@ -132,6 +132,7 @@ def llm():
         yield llm
 
 
+@pytest.mark.principal("1")
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_the_text_does_not_depend_on_the_length(llm, ahead):

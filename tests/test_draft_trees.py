@@ -165,6 +165,7 @@ def known(tiny, prompts):
 CASES = [(15, GREEDY), (31, SAMPLED), pytest.param(63, GREEDY, marks=pytest.mark.slow)]
 
 
+@pytest.mark.principal("15", "31, sampled")
 @pytest.mark.parametrize(("nodes", "params"), CASES, ids=["15", "31, sampled", "63"])
 def test_a_tree_commits_more_a_step_and_the_text_is_plain_text(nodes, params, tiny, prompts, known):
     """How much more over all held-out prompts is in benchmarks/results/draft-trees-cpu.json."""
@@ -190,6 +191,7 @@ def test_a_chain_is_the_tree_whose_list_is_a_chain(tiny, prompts, known, monkeyp
 PAGED = {"kv": "fp8", "page_size": 16, "chunk": 64}
 
 
+@pytest.mark.principal("FP8 caches in pages")
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, PAGED], ids=["linear", "FP8 caches in pages"])
 def test_layers_with_windows_and_sinks(changes, tmp_path):

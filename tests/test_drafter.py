@@ -103,6 +103,12 @@ def first_drafts(llm: LLM, prompt: list[int]) -> tuple[int, list[int]]:
     return tokens[0], tokens[1:]
 
 
+@pytest.mark.principal(
+    "{}-False",
+    "{'block_size': 16, 'tap_layers': (0, 1, 2), 'layers': 3}-True",
+    "{'attention_bias': True}-False",
+    "{'kv_heads': 1}-True",
+)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
     "options",

@@ -56,6 +56,7 @@ def small(tmp_path_factory):
     return load
 
 
+@pytest.mark.principal("z-lab-qwen3-greedy", "speculators-llama-sampled")
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 @pytest.mark.parametrize("format", ["z-lab", "speculators"])
@@ -67,9 +68,12 @@ def test_drafted_text_equals_plain_text(family, format, params, small):
     assert any(count for completion in drafted for count in completion.accepted_per_step)
 
 
+@pytest.mark.principal("greedy-2", "sampled-5")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("params", "block_size"), [*((GREEDY, size) for size in range(2, 17)), *((SAMPLED, size) for size in (2, 5, 9, 16))]
+    ("params", "block_size"),
+    [*((GREEDY, size) for size in range(2, 17)), *((SAMPLED, size) for size in (2, 5, 9, 16))],
+    ids=lambda value: value if isinstance(value, int) else "greedy" if value is GREEDY else "sampled",
 )
 def test_at_every_block_size_the_text_is_the_same(block_size, params, plain, with_blocks):
     texts = tuple(texts[0] for texts in read_prompts(1).values())
@@ -81,6 +85,7 @@ def test_at_every_block_size_the_text_is_the_same(block_size, params, plain, wit
         assert sum(accepted) / len(accepted) > 0.35 * (block_size - 1), "acceptance collapsed"
 
 
+@pytest.mark.exhaustive(beside="tests/test_scheduler.py::test_replies_do_not_depend_on_who_joins_and_leaves")
 @pytest.mark.slow
 def test_a_reply_does_not_depend_on_what_else_is_in_the_batch(tiny):
     """Greedy and sampled, mixed lengths, more than slots; sequences end inside a block and leave theirs to others."""
@@ -110,6 +115,7 @@ def test_a_chunked_prompt_gives_the_same_text_and_the_same_acceptance(tiny, tiny
     assert [c.accepted_per_step for c in ours] == [c.accepted_per_step for c in whole]
 
 
+@pytest.mark.principal("greedy")
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_prompts_of_one_token_and_at_the_context_limit(params, tmp_path):
     target = make_target(tmp_path / "target", vocab=16)
@@ -123,6 +129,7 @@ def test_prompts_of_one_token_and_at_the_context_limit(params, tmp_path):
     assert {c.finish_reason for c in drafted} == {"length"}
 
 
+@pytest.mark.principal("greedy")
 @pytest.mark.parametrize("params", [GREEDY, pytest.param(SAMPLED, marks=pytest.mark.slow)], ids=["greedy", "sampled"])
 def test_in_bf16_too_drafted_text_equals_plain_text(params, tiny_at):
     llm = tiny_at(16, precision="bf16")

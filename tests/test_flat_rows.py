@@ -132,6 +132,7 @@ CASES = [
 ]
 
 
+@pytest.mark.principal("100-True-block", "None-False-block")
 @pytest.mark.parametrize(("page_size", "sampled", "drafting"), CASES)
 def test_mixed_steps_give_what_each_request_gives_alone(solo, alone, page_size, sampled, drafting):
     prompts = [solo.intake.encode(text) for text in CHATS]
@@ -146,6 +147,7 @@ def test_mixed_steps_give_what_each_request_gives_alone(solo, alone, page_size, 
         assert sum(found) / len(found) > 0.85 * sum(known) / len(known)
 
 
+@pytest.mark.principal("15")
 @pytest.mark.parametrize("nodes", [15, pytest.param(63, marks=pytest.mark.slow)])
 def test_trees_over_scattered_pages_and_parts_of_trees_give_it_too(solo, alone, nodes):
     prompts = [solo.intake.encode(text) for text in CHATS]

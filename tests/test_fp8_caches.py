@@ -106,6 +106,7 @@ def tokens(completions: Any) -> list[list[int]]:
     return [completion.token_ids for completion in completions]
 
 
+@pytest.mark.principal("qwen3")
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt-oss"])
 def test_drafted_text_equals_plain_text(family, tmp_path, monkeypatch):
     """Sampled and greedy by turns."""

@@ -134,7 +134,7 @@ def test_a_stop_string_may_begin_in_one_step_and_end_in_another(tiny):
     prompt = [{"role": "user", "content": PROMPT}]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     (whole,) = tiny.generate([prompt], params)
-    stops = [whole.text[i : i + 7] for i in range(0, len(whole.text) - 7, 4)]
+    stops = [whole.text[i : i + 7] for i in range(0, len(whole.text) - 7, 9)]
     for draft in (True, False):
         each = [params.model_copy(update={"stop": (stop,)}) for stop in stops]
         for stop, completion in zip(stops, tiny.generate([prompt] * len(stops), each, draft), strict=True):

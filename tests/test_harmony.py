@@ -297,6 +297,7 @@ def grammars(codec) -> Grammars:
     return Grammars(codec.backend, 201088, [200002, 200012])
 
 
+@pytest.mark.principal("json_schema")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FORMS)
 def test_the_final_channel_alone_is_held_to_a_form(kind, grammars, encoding):

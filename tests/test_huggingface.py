@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.principal("qwen3 with biases, sharded file", "llama 3.1 rope, eight", "qwen3 tied", "llama linear rope")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_of_every_position_and_greedy_text_equal_transformers(case, tmp_path):
     path = make_target(tmp_path / "target", **CASES[case], max_positions=256)
@@ -57,12 +58,12 @@ def test_logits_of_every_position_and_greedy_text_equal_transformers(case, tmp_p
     assert_greedy(model, prompts, replies)
 
 
-def test_the_shipped_target_equals_transformers_on_24_prompts(tiny):
+def test_the_shipped_target_equals_transformers_on_eight_prompts(tiny):
     from tests.conftest import TINY
 
     model = AutoModelForCausalLM.from_pretrained(TINY / "target", dtype=torch.float32).eval()
-    prompts = [tiny.encode([{"role": "user", "content": text}]) for kind in read_prompts(6).values() for text in kind]
-    assert len(prompts) == 24
+    prompts = [tiny.encode([{"role": "user", "content": text}]) for kind in read_prompts(2).values() for text in kind]
+    assert len(prompts) == 8
     completions = tiny.generate(prompts, SamplingParams(max_tokens=48, ignore_eos=True))
     for prompt, completion in zip(prompts, completions, strict=True):
         ids = prompt + completion.token_ids

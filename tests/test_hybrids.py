@@ -237,6 +237,7 @@ def decoded(folder, drafter, lengths, cancels):
         return oracle
 
 
+@pytest.mark.principal("qwen3_5_text")
 @pytest.mark.parametrize("layout", ["qwen3_next", "qwen3_5_text"])
 def test_blocks_accepted_in_part_leave_the_states_of_plain_decoding(layout, hybrid, tmp_path):
     """Beside prompts that are read, slots that take no part, cancelled and used again; rows change in every step."""
@@ -246,6 +247,7 @@ def test_blocks_accepted_in_part_leave_the_states_of_plain_decoding(layout, hybr
     assert oracle.accepted >= {0, 1, 2, 3}
 
 
+@pytest.mark.exhaustive(beside="test_blocks_accepted_in_part_leave_the_states_of_plain_decoding")
 @pytest.mark.slow
 def test_so_they_do_over_hundreds_of_steps(hybrid, tmp_path):
     folder = hybrid("qwen3_5_text", vocab=16)
@@ -306,6 +308,7 @@ def test_states_are_found_by_the_tokens_that_they_stand_behind():
     assert {kept.keep([6], first=0), kept.keep([7], first=0)} == set(places), "no two states have one place"
 
 
+@pytest.mark.principal("pages")
 @pytest.mark.parametrize("paged", [True, False], ids=["pages", "a page a slot"])
 def test_a_conversation_goes_on_from_a_state_that_is_kept(paged, hybrid, tmp_path):
     target = hybrid("qwen3_5_text", vocab=16)
@@ -397,6 +400,7 @@ def test_a_step_reads_keys_of_the_layers_that_attend_and_states_of_the_others():
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.principal("qwen3_5_text-False", "qwen3_5_moe, stacked-True")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "ep"),

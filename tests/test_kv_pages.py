@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -166,8 +167,16 @@ class PagesMachine(RuleBasedStateMachine):
         assert not self.pages.available
 
 
-TestPages = pytest.mark.slow(PagesMachine.TestCase)
-TestPages.settings = settings(max_examples=150, stateful_step_count=40)
+def runs_of(machine: type[RuleBasedStateMachine], examples: int) -> Any:
+    """A test of so many runs of a machine, of up to 40 steps."""
+    values = {"settings": settings(max_examples=examples, stateful_step_count=40)}
+    return pytest.mark.slow(type(machine.__name__, (machine.TestCase,), values))
+
+
+TestPages = runs_of(PagesMachine, 50)
+TestPagesManyTimes = pytest.mark.exhaustive(beside="tests/test_kv_pages.py::TestPages::runTest")(
+    runs_of(PagesMachine, 150)
+)
 
 
 class WindowedPagesMachine(PagesMachine):
@@ -244,8 +253,10 @@ class WindowedPagesMachine(PagesMachine):
         assert self.windows.held == 0
 
 
-TestWindowedPages = pytest.mark.slow(WindowedPagesMachine.TestCase)
-TestWindowedPages.settings = settings(max_examples=150, stateful_step_count=40)
+TestWindowedPages = runs_of(WindowedPagesMachine, 50)
+TestWindowedPagesManyTimes = pytest.mark.exhaustive(beside="tests/test_kv_pages.py::TestWindowedPages::runTest")(
+    runs_of(WindowedPagesMachine, 150)
+)
 
 
 def tree(pages):

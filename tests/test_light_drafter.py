@@ -90,6 +90,7 @@ KINDS: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
+@pytest.mark.principal("both")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_is_the_plain_text_and_most_acceptance_is_left(kind, counted, full, tmp_path):
     settings, least = KINDS[kind]

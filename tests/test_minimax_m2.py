@@ -73,9 +73,10 @@ def test_drafted_text_of_minimax_m2_equals_plain_text(tmp_path):
     assert_drafting_changes_nothing(*minimax_pair(tmp_path))
 
 
-def test_two_and_four_ranks_norm_queries_and_keys_as_one_does(tmp_path):
-    # Of four ranks, two share each key head.
-    assert_ranks_agree(*minimax_pair(tmp_path), 2, 4)
+@pytest.mark.principal("2")
+@pytest.mark.parametrize("ranks", [2, 4])  # of four, two share each key head
+def test_ranks_norm_queries_and_keys_as_one_does(ranks, tmp_path):
+    assert_ranks_agree(*minimax_pair(tmp_path), ranks)
 
 
 def test_text_in_fp8_blocks_is_that_of_the_same_numbers_unquantized(tmp_path):

@@ -84,6 +84,7 @@ def assert_equals_transformers(path: Path, model: torch.nn.Module) -> None:
         assert_greedy(model, [prompt], [completion.token_ids])
 
 
+@pytest.mark.principal("as published", "YaRN with mscale")
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[CLAMPS] * (case == TIGHT)) for case in GPT_OSS])
 def test_gpt_oss_equals_transformers(case, tmp_path):
     path = make_gpt_oss(tmp_path, **GPT_OSS[case])
@@ -164,6 +165,7 @@ def test_what_a_configuration_of_gpt_oss_lacks_is_what_transformers_takes_it_to_
     assert read_target_config({**partial, "rope_parameters": rope}) == read_target_config(whole)
 
 
+@pytest.mark.principal("8")
 @pytest.mark.parametrize("block_size", [8, 10])
 def test_drafted_text_of_gpt_oss_equals_plain_text(block_size, tmp_path):
     target, drafter = gpt_oss_pair(tmp_path, block_size=block_size)
@@ -290,6 +292,7 @@ def test_the_shape_of_gpt_oss_120b_on_eight_ranks():
     assert shapes["lm_head.weight"] == (201088 // 8, 2880)
 
 
+@pytest.mark.principal("sliced experts")
 @pytest.mark.parametrize("ep", [False, True], ids=["sliced experts", "whole experts"])
 def test_two_ranks_give_the_tokens_of_one(ep, tmp_path):
     def reply(llm):

@@ -93,6 +93,7 @@ def ranks_on_the_host(logits, tokens, nodes):
     return [1 + rank for rank in path]
 
 
+@pytest.mark.principal("15")
 @pytest.mark.parametrize(("nodes", "params"), [(15, GREEDY), (31, SAMPLED), (63, SAMPLED)], ids=["15", "31", "63"])
 def test_ranks_are_those_that_the_drafter_s_logits_tell(nodes, params, tiny, prompts, monkeypatch):
     monkeypatch.setattr("trtllm_dflash.session.torch_session.RaggedOps", Drafts)
@@ -111,6 +112,7 @@ def test_ranks_are_those_that_the_drafter_s_logits_tell(nodes, params, tiny, pro
     assert every[1] > every[2] > 0, "the pair is such that breadth is seen"
 
 
+@pytest.mark.principal("sampled")
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_ranks_of_all_slots_sum_up_to_what_is_accepted(params, tiny, prompts):
     sequences, statistics = served(changed(tiny, draft_tree=31), prompts, params)

@@ -80,6 +80,7 @@ def test_eagle3s_drafter_weighs_what_published_ones_do():
     assert [part.rows for part in count.parts(Eagle3Draft(8, 10, 61), 2, 100)] == [18] + [20] * 7
 
 
+@pytest.mark.principal("qwen3-8b", "gpt-oss-120b", "qwen3.5-27b", "kimi-k2.5", "qwen3-coder-30b-a3b", "gemma-4-31b")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(load_catalog().keys() - {"tiny", "tiny-hybrid"}))
 def test_every_pair_is_planned_at_a_speed(name):

@@ -227,6 +227,7 @@ def _assumed(*arguments):
 PLANNED_FOR = ["qwen3.5-27b", "qwen3-coder-next", "gemma-4-26b-a4b", "kimi-k2.5"]
 
 
+@pytest.mark.principal("qwen3.5-27b", "kimi-k2.5")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANNED_FOR)
 @pytest.mark.usefixtures("no_checkpoints")
@@ -284,6 +285,7 @@ def test_states_are_read_and_written_once_a_step_whatever_its_rows():
     assert one.bytes == pytest.approx(weights + 2 * state + 1001 * kv, rel=0.005)
 
 
+@pytest.mark.principal("1-qwen3-4b", "2-gpt-oss-20b", "1-qwen3.5-27b")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt-oss-120b", "gpt-oss-20b", "qwen3-coder-30b-a3b", "qwen3-4b", "qwen3.5-27b"])
 @pytest.mark.parametrize("tp", [1, 2])
@@ -433,6 +435,7 @@ def test_a_checkpoint_that_is_here_is_planned_from_its_own_configuration(tiny_en
     assert sum(parts) == pytest.approx(stored / 2, rel=0.01)
 
 
+@pytest.mark.principal("qwen3-8b")
 @pytest.mark.parametrize(
     "name", ["qwen3-8b", "gpt-oss-120b", pytest.param("qwen3-coder-30b-a3b", marks=pytest.mark.slow)]
 )

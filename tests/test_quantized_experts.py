@@ -129,6 +129,7 @@ def test_the_ranks_parts_add_up_to_the_whole(layout, tp, ep, quantized):
     torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.principal("blocks", "nvfp4")
 @pytest.mark.parametrize("layout", PRECISIONS)
 def test_text_is_that_of_the_same_numbers_unquantized_drafted_or_not(layout, quantized, tmp_path):
     path, numbers = quantized[layout]

@@ -88,6 +88,7 @@ def test_gelu_and_tanh_depend_on_no_other_number_and_are_torch_s(ours, theirs):
     torch.testing.assert_close(whole, theirs(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.principal("1,avx2,AVX2")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "environment",
@@ -116,11 +117,12 @@ def test_a_number_on_a_rounded_boundary_falls_on_the_same_side_drafted_or_not(ti
     assert tokens(tiny.generate([SAILOR], params)) == tokens(tiny.generate([SAILOR], params, draft=False))
 
 
+@pytest.mark.principal("bf16")
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_texts_are_the_same_however_they_are_computed(precision, tmp_path):
     """Drafted and plainly, greedy and sampled in a batch and alone, and with prompts cut into chunks of any size."""
-    prompts = [[{"role": "user", "content": text}] for kind in read_prompts(1).values() for text in kind]
+    prompts = [[{"role": "user", "content": text}] for kind in list(read_prompts(1).values())[:2] for text in kind]
     prompts += [SAILOR, SAILOR + " " + SAILOR]  # which begin alike
     params = [GREEDY, SAMPLED] * (len(prompts) // 2)
     asked = list(zip(prompts, params, strict=True))

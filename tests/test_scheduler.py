@@ -97,6 +97,7 @@ def same(sequence, completion):
 # -- nobody's reply depends on the others ------------------------------------------------------------------------------
 
 
+@pytest.mark.principal("paged-0", "linear-1")
 @pytest.mark.slow
 @pytest.mark.parametrize(("llm", "ahead"), [("paged", 0), ("linear", 1), ("paged", 2)], indirect=["llm"])
 def test_replies_do_not_depend_on_who_joins_and_leaves(llm, alone, ahead):
@@ -131,6 +132,7 @@ def test_replies_do_not_depend_on_who_joins_and_leaves(llm, alone, ahead):
     assert scheduler.statistics.running == 0 or not scheduler.busy
 
 
+@pytest.mark.principal("paged")
 def test_one_step_behind_accepts_the_same_drafts(llm):
     lengths = []
     for ahead in (0, 1):
@@ -145,6 +147,7 @@ def test_one_step_behind_accepts_the_same_drafts(llm):
     assert sum(steps) / len(steps) + 1 > 4
 
 
+@pytest.mark.principal("paged-1", "linear-0")
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_plain_reply_beside_drafted_ones_is_the_same(llm, alone, ahead):
     scheduler = Scheduler(llm.session, ahead=ahead)
@@ -165,6 +168,7 @@ def test_no_step_is_wasted_on_a_plain_reply_that_ends_by_its_length(llm, steps):
     assert sum(bool(step.decode) for step in steps) == 8
 
 
+@pytest.mark.principal("paged-1", "linear-0")
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_reply_may_fill_the_context(llm, ahead):
     llm = with_session(llm, flat=llm.session.limits.mixes, max_seq_len=256)
@@ -200,6 +204,7 @@ def test_a_preempted_reply_is_the_same_text(loaded, alone):
 # -- who runs when -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.principal("0.25")
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 0.75])
 def test_running_streams_keep_their_pace_while_a_long_prompt_comes_in(linear, monkeypatch, share):
     """A prompt of 15 chunks takes its share of the steps and no more, from its arrival to its last chunk."""
@@ -291,6 +296,7 @@ def prompt_ids(llm, text):
     return llm.encode([{"role": "user", "content": text}])
 
 
+@pytest.mark.principal("1")
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_shared_prefix_is_taken_from_the_slot_that_holds_most_of_it(linear, alone, ahead):
     scheduler, first, longer, again = share_a_prefix(linear, alone, ahead)
@@ -300,6 +306,7 @@ def test_a_shared_prefix_is_taken_from_the_slot_that_holds_most_of_it(linear, al
     assert scheduler.statistics.reused_tokens == longer.reused + again.reused
 
 
+@pytest.mark.principal("1")
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_pages_of_a_shared_prefix_are_taken_by_reference(paged, alone, ahead):
     scheduler, first, longer, again = share_a_prefix(paged, alone, ahead)
@@ -374,6 +381,9 @@ def test_a_conversation_goes_on_from_its_own_reply(llm, alone):
 # -- steps that fail ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.principal(
+    "linear-pieces-1", "paged-pieces-0", "linear-copies-0", "paged-copies-1", "linear-decode-0", "paged-decode-1"
+)
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("kind", ["pieces", "decode", "copies"])
 def test_a_step_that_fails_fails_its_requests_and_no_others(llm, alone, monkeypatch, kind, ahead):

@@ -77,6 +77,7 @@ def test_updates_joined_are_the_whole_reply(llm, service):
         assert last.completion.seconds == pytest.approx((times.last_token_ns - times.first_scheduled_ns) / 1e9)
 
 
+@pytest.mark.exhaustive(beside="tests/serving/test_gateway.py::test_sixteen_clients_at_once_each_get_their_own_reply")
 @pytest.mark.slow
 def test_many_threads_at_once(llm):
     service = llm.service(WHOLE_BLOCK)

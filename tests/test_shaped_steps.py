@@ -110,6 +110,7 @@ def test_they_have_the_text_and_log_probabilities_of_steps_that_are_not_captured
     assert_replies_are_alike(replayed, tiny, *requests(SAMPLED))
 
 
+@pytest.mark.exhaustive(beside="test_conversations_of_hybrids_go_on_from_states_that_such_steps_kept")
 @pytest.mark.slow
 def test_hybrids_have_them_too(hybrid):
     assert_replies_are_alike(hybrid[1], hybrid[0], *requests(SAMPLED))

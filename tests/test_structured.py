@@ -112,6 +112,7 @@ def test_drafted_text_equals_plain_text_in_one_batch_with_free_replies(loaded, t
     assert sum(reply.accepted_tokens for reply in replies[:-2]) > 40, "hardly a draft was accepted"
 
 
+@pytest.mark.principal("True--1", "True-0.1", "False-2")
 @pytest.mark.slow
 @pytest.mark.parametrize(("draft", "strays"), [(True, -1), (True, 2), (True, 0.1), (False, 2)])
 def test_a_step_ahead_of_the_host_chooses_the_same(loaded, replies, requests, monkeypatch, draft, strays):

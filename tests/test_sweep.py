@@ -438,6 +438,7 @@ def test_an_engine_is_swept_with_its_real_acceptance_and_text_of_its_own(tiny_en
     assert point.accepted_by_rank == [], "chains have none"
 
 
+@pytest.mark.principal("draft")
 @pytest.mark.slow
 @pytest.mark.parametrize("arms", [["draft"], ["plain", "draft"]], ids=",".join)
 def test_accepted_nodes_of_trees_are_told_by_rank_and_drawn(arms, tiny_engine, tmp_path):

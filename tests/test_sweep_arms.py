@@ -217,6 +217,7 @@ def paced_sweep(folder, arms):
     return results
 
 
+@pytest.mark.principal("dflash eagle3-eagle3")
 @pytest.mark.parametrize(
     "arms, reference", [("dflash eagle3 plain", "plain"), ("plain dflash eagle3", "plain"), ("dflash eagle3", "eagle3")]
 )

@@ -102,14 +102,16 @@ def test_the_command_starts_the_ranks_and_gives_their_tokens(engines, prompts, a
     assert [[row["token_ids"], row["accepted_per_step"]] for row in rows] == alone[1]
 
 
-def test_ranks_share_a_kv_head_where_there_are_fewer_heads_than_ranks(tmp_path):
+@pytest.mark.principal("2")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_share_a_kv_head_where_there_are_fewer_heads_than_ranks(ranks, tmp_path):
     # A vocabulary of 16: a drafter that knows nothing is still right now and then, so blocks are accepted in part.
-    target = make_target(tmp_path / "target", kv_heads=2, vocab=16)
+    target = make_target(tmp_path / "target", kv_heads=ranks // 2, vocab=16)
     drafter = make_drafter(tmp_path / "drafter", target, kv_heads=1)
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10] * 3, [11, 12]]
     with LLM.from_pretrained(str(target), str(drafter), precision="fp32", device="cpu", max_seq_len=64) as llm:
         expected = replies(llm, prompts)
-    assert on_ranks(target, drafter, 4, lambda llm: replies(llm, prompts)) == expected
+    assert on_ranks(target, drafter, ranks, lambda llm: replies(llm, prompts)) == expected
     assert any(count for said in expected for _, accepted in said for count in accepted)
 
 

@@ -63,6 +63,7 @@ def test_what_trained_it_computes_the_logits_of_what_serves_it(hybrid, monkeypat
     assert (served - trained).abs().max() < 1e-3 and served.std() > 1
 
 
+@pytest.mark.principal("json")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", LEAST)
 def test_its_drafter_is_accepted(kind, hybrid):
@@ -71,6 +72,7 @@ def test_its_drafter_is_accepted(kind, hybrid):
     assert tokens / sum(c.steps for c in completions) >= LEAST[kind]
 
 
+@pytest.mark.principal("greedy")
 @pytest.mark.parametrize("params", [SamplingParams(max_tokens=60), SEEDED], ids=["greedy", "seeded"])
 def test_drafting_changes_no_token(params, hybrid):
     prompts = [chat for texts in chats(1).values() for chat in texts]

@@ -190,6 +190,7 @@ def make_fp8(path: Path) -> None:
     quantize_folder(make_target(path), "channel")
 
 
+@pytest.mark.principal("qwen3", "fp8", "gpt-oss", "qwen3.5", "minimax-m2")
 @pytest.mark.parametrize(
     "make",
     [

@@ -185,7 +185,7 @@ def test_a_drafter_of_dflash_2_is_trained_exported_and_decodes_as_was_simulated(
 def test_two_ranks_train_as_one_with_the_same_packs(trained, data, tmp_path):
     replies, _ = trained
     for ranks in (1, 2):
-        train_from_nothing(replies, data, tmp_path / str(ranks), packs=2, ranks=ranks, steps=4, evaluate_every=2)
+        train_from_nothing(replies, data, tmp_path / str(ranks), packs=2, ranks=ranks, steps=2, evaluate_every=2)
     one, two = (load_file(tmp_path / ranks / CHECKPOINT) for ranks in "12")
     assert one.keys() == two.keys()
     for key in one:
@@ -234,6 +234,7 @@ def test_ctrl_c_ends_with_130_and_half_a_line_of_replies_is_made_again(trained, 
 # -- from nothing ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive(beside="test_a_drafter_of_dflash_2_is_trained_exported_and_decodes_as_was_simulated")
 def test_sixty_steps_from_nothing_draft_more_than_two_tokens_a_step(tmp_path):
     """Of one word problem with other names and numbers each time, on prompts that were held out."""
     chance = random.Random(1)
@@ -256,6 +257,7 @@ def test_sixty_steps_from_nothing_draft_more_than_two_tokens_a_step(tmp_path):
 # -- families ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.principal("qwen3.5", "minimax-m2")
 @pytest.mark.parametrize("family", LATER)
 def test_a_drafter_for_a_target_of_any_family_is_trained_from_nothing(family, tmp_path):
     LATER[family](tmp_path / "target")

@@ -59,6 +59,7 @@ def run(scheduler, sequences):
 PAGES = [(32, True, 1), (16, False, 0)]
 
 
+@pytest.mark.principal("32-True-1")
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "few", "ahead"), PAGES)
 def test_texts_are_those_of_each_request_alone(solo, alone, rows, few, ahead):

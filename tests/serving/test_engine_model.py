@@ -255,6 +255,7 @@ def test_tokens_that_were_not_sent_yet_come_before_the_error(model):
 LOGPROBS = ("output_ids", "cum_log_probs", "output_log_probs", "top_log_prob_ids", "top_log_probs", "prompt_log_probs")
 
 
+@pytest.mark.principal("True")
 @pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True])
 def test_log_probabilities_are_those_of_generate(model, tiny, streaming):

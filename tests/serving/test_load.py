@@ -35,6 +35,7 @@ def kinds_of_requests(llm):
         yield TokenRequest(llm.encode(prompt), params, draft=i % 7 != 6), leaves_after
 
 
+@pytest.mark.exhaustive(beside="tests/serving/test_gateway.py::test_sixteen_clients_at_once_each_get_their_own_reply")
 def test_64_clients_at_once_each_get_their_own_text(server, alone):
     asked = list(kinds_of_requests(alone))
     server.wait_for_gauge("dflash_slots_in_use", 0)

@@ -112,6 +112,7 @@ def alone(tiny, prompt, **params):
 # -- text ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.principal("greedy", "bytes-3")
 @pytest.mark.parametrize(
     ("prompt", "params"),
     [

@@ -85,6 +85,7 @@ TOOLS = [tool("double", "x"), tool("add", "x", "y"), tool("tell", "x")]
 ASKED = [{"role": "user", "content": "Double 4, add 5, tell me."}]
 
 
+@pytest.mark.principal("False-qwen3", "True-qwen3", "True-kimi-k2", "False-llama3")
 @pytest.mark.parametrize("chat_format", ASKS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_agent_calls_three_tools_to_its_end(engine_of, chat_format, stream):
@@ -174,6 +175,7 @@ BOOK = {
 BOOKING = {"type": "function", "function": {"name": "book", "parameters": BOOK, "strict": True}}
 
 
+@pytest.mark.principal("qwen3-coder", "llama3")
 @pytest.mark.parametrize("chat_format", ASKS)
 def test_calls_that_must_be_and_are_strict_keep_to_their_schema(server, engine_of, chat_format):
     """A real engine, which cannot call tools of itself."""

@@ -86,6 +86,7 @@ def test_attention_is_that_of_torch_ops(builder: Any, causal: bool, window: int 
         assert not any(cache[:, :, 1:, SIZE:].any() for cache in caches.values())
 
 
+@pytest.mark.principal("64-128-torch.float16-SM89", "64-None-torch.bfloat16-SM120")
 @pytest.mark.parametrize(
     ("size", "window", "dtype", "gpu"),
     [

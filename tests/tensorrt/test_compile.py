@@ -84,23 +84,27 @@ COMBINATIONS = [
 ]
 
 
+@pytest.mark.principal("qwen3-2-fp16-sm120")
 @pytest.mark.parametrize(("family", "tp", "precision", "gpu"), COMBINATIONS)
 def test_both_profiles_compile(pairs: dict[str, Pair], family: str, tp: int, precision: str, gpu: str) -> None:
     plan = compile_pair(pairs[family], gpu, tp, precision, rank=tp - 1, sampled=precision == "bf16")
     assert plan.data.nbytes > 0
 
 
+@pytest.mark.exhaustive(beside="test_both_profiles_compile")
 @pytest.mark.parametrize("rank", [0, 4])  # the last one is among the combinations
 def test_the_first_and_a_middle_rank_compile(pairs: dict[str, Pair], rank: int) -> None:
     assert compile_pair(pairs["llama"], "sm120", tp=8, rank=rank).data.nbytes > 0
 
 
+@pytest.mark.exhaustive(beside="test_both_profiles_compile")
 def test_a_drafter_of_five_layers_compiles(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target", layers=2, hidden=128, vocab=512, **SHAPE)
     drafter = make_drafter(tmp_path / "drafter", target, layers=5, tap_layers=(0, 1), **SHAPE)
     assert compile_pair(open_pair(target, drafter), "sm120", sampled=True).data.nbytes > 0
 
 
+@pytest.mark.exhaustive(beside="tests/test_demo.py::test_json_is_all_that_json_prints_and_has_every_figure")
 def test_shipped_pair_compiles() -> None:
     if not (TINY_PAIR / "drafter" / "config.json").is_file():
         pytest.skip("the pair in trtllm_dflash/pairs/tiny is not there yet")

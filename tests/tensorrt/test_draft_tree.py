@@ -175,6 +175,7 @@ def make_prompts(*lengths: int) -> list[list[int]]:
     return [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
 
 
+@pytest.mark.principal("qwen3-15-16-False", "gpt-oss-31-16-False")
 @pytest.mark.parametrize(
     ("family", "nodes", "block", "sampled"),
     [("qwen3", 15, 16, False), ("qwen3", 63, 16, True), ("gpt-oss", 31, 16, False), ("llama", 15, 5, True)],
@@ -202,6 +203,7 @@ def test_steps_in_a_row_are_those_of_torch_s_trees(
     assert len(decodes) < sum(context.executed for context in decodes) == 1 + 8
 
 
+@pytest.mark.principal("True-False-15")
 @pytest.mark.parametrize(("shipped", "sampled", "nodes"), [(True, False, 15), (False, True, 31)])
 def test_tree_text_is_plain_text_and_acceptance_that_of_torch(
     shipped: bool, sampled: bool, nodes: int, tmp_path: Path
@@ -384,6 +386,7 @@ def planned(pair: Pair, **settings: Any) -> EngineConfig:
     return plan_engine(pair, BuildSettings(name="test", target="", drafter="", **{**limits, **settings})).config
 
 
+@pytest.mark.exhaustive(beside="test_both_profiles_compile")
 def test_the_shipped_pair_compiles() -> None:
     pair = open_pair(TINY_PAIR / "target", TINY_PAIR / "drafter")
     config = planned(pair, draft_tree=15, precision="bf16", sampling=False)
@@ -391,6 +394,7 @@ def test_the_shipped_pair_compiles() -> None:
     assert compile_rank(config, weights, 0, CompileSettings(gpu="sm120")).data.nbytes > 0
 
 
+@pytest.mark.principal("gpt-oss")
 @pytest.mark.parametrize(
     ("family", "gpu", "nodes", "tp"), [("qwen3", "sm89", 31, 2), ("gpt-oss", "sm120", 63, 1)], ids=["qwen3", "gpt-oss"]
 )

@@ -24,6 +24,7 @@ def make(kind, folder):
     return open_pair(target, make_dspark(folder / "drafter", target, head=head, block_size=BLOCK - 1, **options))
 
 
+@pytest.mark.principal("dflash2-2", "dspark, gated-1")
 @pytest.mark.parametrize(("kind", "tp"), [("dflash2", 1), ("dflash2", 2), ("dspark, gated", 1), ("dspark, reduced", 2)])
 @torch.inference_mode()
 def test_the_network_drafts_as_torch_ops_do(builder, tmp_path, kind, tp):  # noqa: F811
@@ -34,6 +35,7 @@ def test_the_network_drafts_as_torch_ops_do(builder, tmp_path, kind, tp):  # noq
     assert both.compared == 2 + 3
 
 
+@pytest.mark.principal("dspark-sm120-1")
 @pytest.mark.parametrize(("kind", "gpu", "tp"), [("dflash2", "sm89", 2), ("dspark", "sm120", 1)])
 def test_both_profiles_compile(tmp_path, kind, gpu, tp):
     target = make_target(tmp_path / "target", layers=2, hidden=128, vocab=512, **SHAPE)

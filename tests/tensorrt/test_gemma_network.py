@@ -36,6 +36,7 @@ def layers(*full: bool) -> dict[str, Any]:
     return {"layer_types": kinds, "num_hidden_layers": len(kinds)}
 
 
+@pytest.mark.principal("2-True-False-fp32", "1-False-True-fp32")
 @pytest.mark.parametrize(
     ("tp", "experts", "sampled", "precision"),
     [(1, False, True, "fp32"), (2, True, False, "fp32"), (1, True, False, "fp16")],
@@ -58,6 +59,9 @@ def test_network_computes_what_torch_ops_computes(
     assert sampled or survived > 0
 
 
+@pytest.mark.exhaustive(
+    beside="tests/tensorrt/test_session.py::test_the_scheduler_gets_the_same_replies_from_both_sessions"
+)
 @torch.inference_mode()
 def test_the_scheduler_gets_the_same_replies_from_both_sessions(tmp_path: Path) -> None:
     """Caches of two sizes; the last prompt starts from rows of the second."""
@@ -77,6 +81,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     }
 
 
+@pytest.mark.principal("experts-sm120-2")
 @pytest.mark.parametrize(("kind", "gpu", "tp"), [("dense", "sm89", 1), ("experts", "sm120", 2)])
 def test_steps_compile(pairs: dict[str, Pair], kind: str, gpu: str, tp: int) -> None:
     assert compiled(pairs[kind], gpu, tp, sampling=False).data.nbytes > 0

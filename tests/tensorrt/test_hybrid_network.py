@@ -249,6 +249,7 @@ FEW = [(5, 9), (30, 9), (1, 6)]
 MANY = [(53, 9), (5, 12), (1, 12), (26, 6), (30, 6)]
 
 
+@pytest.mark.principal("qwen3_next of two ranks")
 @pytest.mark.parametrize(
     ("layout", "tp", "lengths"),
     [("qwen3_5_text", 1, MANY), ("qwen3_next", 2, FEW), ("qwen3_5_moe, stacked", 1, FEW)],
@@ -265,6 +266,7 @@ def test_network_computes_what_torch_ops_computes(
     assert both.accepted == set(range(BLOCK)) and both.compared > 7
 
 
+@pytest.mark.exhaustive(beside="test_network_computes_what_torch_ops_computes")
 @torch.inference_mode()
 def test_eight_networks_compute_what_torch_ops_compute(builder: Any, tmp_path: Path) -> None:
     """Each has a key head of the net, a query head, and one of two key heads of attention."""
@@ -281,6 +283,7 @@ def test_eight_networks_compute_what_torch_ops_compute(builder: Any, tmp_path: P
     assert both.compared > 3
 
 
+@pytest.mark.principal("two ranks")
 @pytest.mark.parametrize(
     ("layout", "tp", "drafted"),
     [("qwen3_5_text", 1, False), ("qwen3_5_moe", 2, False), ("qwen3_next", 8, True)],

@@ -30,6 +30,7 @@ def make_pair(folder: Path, drafter: dict[str, Any] | None = None, **target: Any
     return open_pair(path, make_drafter(folder / "drafter", path, **shape))
 
 
+@pytest.mark.principal("2-103-fp16")
 @pytest.mark.parametrize(("tp", "capability", "precision"), [(1, 120, "fp32"), (2, 103, "fp16"), (8, 120, "fp32")])
 @torch.inference_mode()
 def test_network_computes_what_torch_ops_computes(tmp_path: Path, tp: int, capability: int, precision: str) -> None:
@@ -51,6 +52,9 @@ def test_network_computes_what_torch_ops_computes(tmp_path: Path, tp: int, capab
     assert both.compared == (4 if tp < 8 else 2) + 3 and survived > 0
 
 
+@pytest.mark.exhaustive(
+    beside="tests/tensorrt/test_session.py::test_the_scheduler_gets_the_same_replies_from_both_sessions"
+)
 @torch.inference_mode()
 def test_the_scheduler_gets_the_same_replies_from_both_sessions(tmp_path: Path) -> None:
     """One cache a layer; the last prompt starts from rows of the second."""
@@ -65,6 +69,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return make_pair(tmp_path_factory.mktemp("kimi"), drafter, qk_rope_head_dim=64, n_routed_experts=4, **shape)
 
 
+@pytest.mark.principal("sm89-2")
 @pytest.mark.parametrize(("gpu", "tp"), [("sm120", 1), ("sm89", 2)])
 def test_steps_compile(pair: Pair, gpu: str, tp: int) -> None:
     assert compiled(pair, gpu, tp, sampling=False).data.nbytes > 0

@@ -29,6 +29,7 @@ def make_pair(folder: Path, drafter: dict[str, Any] | None = None, blocks: bool 
     return open_pair(path, make_drafter(folder / "drafter", path, block_size=BLOCK, tap_layers=(0,), **shape))
 
 
+@pytest.mark.principal("2-120-True-fp32", "1-120-False-fp16")
 @pytest.mark.parametrize(
     ("tp", "capability", "blocks", "precision"),
     [(1, 120, False, "fp16"), (8, 89, False, "fp32"), (2, 103, False, "fp32"), (2, 120, True, "fp32")],
@@ -60,6 +61,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return make_pair(tmp_path_factory.mktemp("minimax"), drafter, blocks=True, **shape)
 
 
+@pytest.mark.principal("sm89-2-fp8")
 @pytest.mark.parametrize(("gpu", "tp", "precision"), [("sm120", 8, "bf16"), ("sm89", 2, "fp8")])
 def test_steps_compile(pair: Pair, gpu: str, tp: int, precision: str) -> None:
     """As they are stored, in FP8 blocks, and dequantized."""

@@ -39,6 +39,7 @@ def make_moe_pair(folder: Path, family: str, **target: Any) -> Pair:
     return open_pair(path, drafter)
 
 
+@pytest.mark.principal("gpt-oss-2-103", "qwen3-moe-1-120")
 @pytest.mark.parametrize(
     ("family", "tp", "capability"),
     [
@@ -82,6 +83,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Pat
     return made
 
 
+@pytest.mark.principal(
+    "gpt-oss-['--gpu', 'sm89', '--tp', '1', '--precision', 'fp16', '--greedy']",
+    "qwen3-moe-['--gpu', 'sm120', '--tp', '2', '--ep', '--greedy']",
+)
 @pytest.mark.parametrize(
     ("family", "flags"),
     [
@@ -107,6 +112,7 @@ def test_every_ranks_plan_is_built(
         assert shape == (-1, 8 // config.tp, config.cache_length + 1, 64 + SINK_SIZE)
 
 
+@pytest.mark.exhaustive(beside="test_every_ranks_plan_is_built")
 def test_the_last_of_eight_ranks_compiles(checkpoints: dict[str, tuple[Path, Path]]) -> None:
     """Of each expert it has one block of MXFP4, and one key head."""
     assert compiled(open_pair(*checkpoints["gpt-oss"]), "sm120", 8).data.nbytes > 0

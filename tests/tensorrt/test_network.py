@@ -236,6 +236,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.principal("qwen3-2-False", "llama-1-True", "plain-2-False")
 @pytest.mark.parametrize(("tp", "sampled"), [(1, False), (1, True), (2, False), (4, True)])
 @pytest.mark.parametrize("kind", FAMILIES)
 @torch.inference_mode()
@@ -251,6 +252,7 @@ def test_network_computes_what_torch_ops_computes(
         assert survived > 0
 
 
+@pytest.mark.principal("greedy")
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @torch.inference_mode()
 def test_fp16_network_keeps_fp16_caches(builder: Any, tmp_path: Path, sampled: bool) -> None:
@@ -261,6 +263,7 @@ def test_fp16_network_keeps_fp16_caches(builder: Any, tmp_path: Path, sampled: b
     assert sampled or survived > 0
 
 
+@pytest.mark.principal("2-False")
 @pytest.mark.parametrize(("tp", "sampled"), [(1, True), (2, False)])
 @torch.inference_mode()
 def test_network_of_the_shipped_pair(builder: Any, tp: int, sampled: bool) -> None:

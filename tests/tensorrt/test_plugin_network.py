@@ -71,6 +71,7 @@ def make(folder: Path, family: str) -> Pair:
     return make_pair(folder, family, {} if family == "qwen3" else None, attention_bias=family == "llama")
 
 
+@pytest.mark.principal("gpt-oss-1-fp32", "qwen3-1-fp16")
 @pytest.mark.parametrize(
     ("family", "tp", "precision"),
     [("qwen3", 1, "fp32"), ("qwen3", 2, "fp32"), ("qwen3", 1, "fp16"), ("llama", 1, "fp32"), ("gpt-oss", 1, "fp32")],
@@ -108,6 +109,7 @@ def test_every_layers_attention_is_one_plugin(builder: PluginBuilder, tmp_path: 
     assert shapes == {(both.config.cache_length, target.head_size)}
 
 
+@pytest.mark.principal("qwen3")
 @pytest.mark.parametrize("family", ["qwen3", "gpt-oss"])
 def test_a_session_gets_the_same_replies_from_a_plan_with_plugins(
     builder: PluginBuilder, tmp_path: Path, family: str

@@ -160,6 +160,7 @@ def compiled(pair: Pair, gpu: str, tp: int, **settings: Any) -> Plan:
     return compile_rank(config, complete_weights(weights, config, tp - 1), tp - 1, CompileSettings(gpu=gpu))
 
 
+@pytest.mark.principal("blocks-sm120-2")
 @pytest.mark.parametrize(
     ("kind", "gpu", "tp"),
     [

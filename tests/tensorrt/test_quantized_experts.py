@@ -53,6 +53,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     return {layout: make_pair(tmp_path_factory.mktemp(layout), layout) for layout in LAYOUTS}
 
 
+@pytest.mark.principal("nvfp4-2-120", "blocks-1-120", "tensor-1-103", "channel-1-120")
 @pytest.mark.parametrize(("tp", "capability"), [(1, 120), (2, 120), (1, 103)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @torch.inference_mode()
@@ -103,6 +104,7 @@ def compiled_bytes(target: Path, gpu: str, tp: int = 1, ep: bool = False) -> int
     return compile_rank(config, complete, tp - 1, CompileSettings(gpu=gpu)).data.nbytes
 
 
+@pytest.mark.principal("nvfp4-sm120-2-False")
 @pytest.mark.parametrize(
     ("layout", "gpu", "tp", "ep"),
     [
@@ -118,6 +120,7 @@ def test_steps_compile(pairs: dict[str, Pair], layout: str, gpu: str, tp: int, e
     assert compiled_bytes(pairs[layout].target_folder.path, gpu, tp, ep) > 0
 
 
+@pytest.mark.principal("nvfp4-4.5")
 @pytest.mark.parametrize(("layout", "bits"), [("blocks", 8), ("nvfp4", 4.5)])
 def test_a_plan_keeps_experts_in_their_few_bits(tmp_path: Path, layout: str, bits: float) -> None:
     """What wider experts add to a plan."""

@@ -221,6 +221,7 @@ def test_capsule_holds_the_address() -> None:
     assert pointer(capsule(0x1234), None) == 0x1234
 
 
+@pytest.mark.principal("qwen3-True")
 @pytest.mark.parametrize(("family", "sampled"), [("qwen3", True), ("gpt-oss", False)])
 def test_the_scheduler_gets_the_same_replies_from_both_sessions(sessions: Any, family: str, sampled: bool) -> None:
     torch_session, session, _ = sessions({}, sampled, family)
