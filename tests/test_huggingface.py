@@ -58,12 +58,16 @@ def test_logits_of_every_position_and_greedy_text_equal_transformers(case, tmp_p
     assert_greedy(model, prompts, replies)
 
 
-def test_the_shipped_target_equals_transformers_on_eight_prompts(tiny):
+@pytest.mark.principal("2")
+@pytest.mark.parametrize("each", [2, 6])  # prompts of a kind
+def test_the_shipped_target_equals_transformers_on_prompts_of_every_kind(each, tiny):
     from tests.conftest import TINY
 
     model = AutoModelForCausalLM.from_pretrained(TINY / "target", dtype=torch.float32).eval()
-    prompts = [tiny.encode([{"role": "user", "content": text}]) for kind in read_prompts(2).values() for text in kind]
-    assert len(prompts) == 8
+    prompts = [
+        tiny.encode([{"role": "user", "content": text}]) for kind in read_prompts(each).values() for text in kind
+    ]
+    assert len(prompts) == 4 * each
     completions = tiny.generate(prompts, SamplingParams(max_tokens=48, ignore_eos=True))
     for prompt, completion in zip(prompts, completions, strict=True):
         ids = prompt + completion.token_ids

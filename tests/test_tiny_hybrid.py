@@ -113,6 +113,7 @@ def test_a_second_turn_goes_on_from_a_kept_state_and_shares_the_first_one_s_rows
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive(beside="tests/test_demo.py::test_json_is_all_that_json_prints_and_has_every_figure")
 def test_the_demo_shows_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = "--model", "tiny-hybrid", "--prompts-per-kind", 1, "--max-tokens", 24, "--device", "cpu"
