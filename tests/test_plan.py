@@ -23,8 +23,11 @@ from trtllm_dflash.cost.prediction import (
     ERROR_BOUND,
     FP8_CACHE_ERROR_BOUND,
     FP8_DRAFTER_ERROR_BOUND,
+    H100_ERROR_BOUND,
+    MANY_EXPERTS_ERROR_BOUND,
     MIXTURE_ERROR_BOUND,
     predict_step,
+    rows_at_once,
     sum_seconds,
 )
 from trtllm_dflash.cost.shapes import SHAPES, shape_config
@@ -45,17 +48,28 @@ def config(name="gpt-oss-120b", **settings):
     )
 
 
-# -- against what was measured on H200s ------------------------------------------------------------------------------
+# -- against what was measured -----------------------------------------------------------------------------------------
 
 
 #: Records, and how far off their steps may be predicted.
 RECORDS = {
-    "qwen3-8b": ERROR_BOUND,
-    "qwen3-8b-light": FP8_DRAFTER_ERROR_BOUND,
-    "qwen3-8b-fp8-caches": FP8_CACHE_ERROR_BOUND,
-    "gpt-oss-20b": MIXTURE_ERROR_BOUND,
-    "gpt-oss-120b-tp2": MIXTURE_ERROR_BOUND,
+    "step-qwen3-8b-h200": ERROR_BOUND,
+    "step-qwen3-8b-light-h200": FP8_DRAFTER_ERROR_BOUND,
+    "step-qwen3-8b-fp8-caches-h200": FP8_CACHE_ERROR_BOUND,
+    "steps-h100/since-qwen3-8b": H100_ERROR_BOUND,
+    "router-h100/since-gpt-oss-20b": MIXTURE_ERROR_BOUND,
+    "step-gpt-oss-20b-interleaved-h200": MIXTURE_ERROR_BOUND,
+    "step-qwen3-coder-30b-a3b-h200": MIXTURE_ERROR_BOUND,
+    "router-h100/since-qwen3-coder-30b-a3b": MANY_EXPERTS_ERROR_BOUND,
+    "router-h100/since-qwen3.5-35b-a3b": MANY_EXPERTS_ERROR_BOUND,
+    "steps-h100/since-qwen3-coder-next": MANY_EXPERTS_ERROR_BOUND,
+    "step-minimax-m2.5-fp8-h100": MANY_EXPERTS_ERROR_BOUND,
 }
+#: At most what those bounds may be.
+BOUNDS = {ERROR_BOUND: 0.05, H100_ERROR_BOUND: 0.07, FP8_DRAFTER_ERROR_BOUND: 0.08, FP8_CACHE_ERROR_BOUND: 0.13}
+BOUNDS |= {MIXTURE_ERROR_BOUND: 0.06, MANY_EXPERTS_ERROR_BOUND: 0.16}
+#: Of steps that were slower then by more than the bound: norm and router were two kernels.
+BEFORE_ROUTERS = {"step-gpt-oss-20b-interleaved-h200": {("plain", 1, 1), ("context only", 1, 1)}}
 DRAFTING = {"plain": Drafting.OFF, "context only": Drafting.CONTEXT, "drafted": Drafting.BLOCK}
 
 
@@ -66,25 +80,30 @@ def tensor_parallel_rows():
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_predicted_steps_are_within_the_stated_bound_of_those_measured_on_h200s(name):
-    record = json.loads((RESULTS / f"step-{name}-h200.json").read_text())
-    engine = config(record["shape"], tp=record["config"]["tp"])
+def test_predicted_steps_are_within_the_stated_bound_of_those_measured(name):
+    record = json.loads((RESULTS / f"{name}.json").read_text())
+    words, gpu = record["command"].split(), GPUS["h100" if "H100" in record["machine"]["gpu"] else "h200"]
+    layers = {"layers": int(words[words.index("--layers") + 1])} if "--layers" in words else {}
+    engine = config(record["shape"], tp=record["config"]["tp"], **layers)
     drafter = DrafterConfig.model_validate(record["drafter"])  # a lighter one is not of the shape
     kv = "fp8" if "--kv fp8" in record["command"] else None
-    count, errors = StepCount(engine.model_copy(update={"drafter": drafter, "kv": kv})), {}
+    count, errors = StepCount(engine.model_copy(update={"drafter": drafter, "kv": kv}), gpu), {}
     for row in record["rows"]:
         arm = row["arm"], row["batch"], row["rows"]
         drafting = DRAFTING[row["arm"]]
-        time = predict_step(count, GPUS["h200"], drafting, row["batch"], row["rows"], row["cache_length"])
+        time = predict_step(count, gpu, drafting, row["batch"], row["rows"], row["cache_length"])
         errors[arm] = time.seconds / row["seconds"] - 1
         bytes_, flops = (
             sum(getattr(part.total, kind) for part in count.parts(drafting, *arm[1:], row["cache_length"]))
             for kind in ("bytes", "flops")
         )
         assert (bytes_, flops) == (row["bytes"], row["flops"])
-    assert {(arm, batch) for arm, batch, _ in errors} >= {(a, b) for a in ("plain", "drafted") for b in (1, 8, 32)}
-    assert max(map(abs, errors.values())) <= RECORDS[name], errors
-    assert RECORDS[name] <= {"qwen3-8b": 0.05, "qwen3-8b-light": 0.08, "qwen3-8b-fp8-caches": 0.13}.get(name, 0.06)
+    batches = {32} if "--batch 32 " in record["command"] else {1, 8, 32}
+    assert {(arm, batch) for arm, batch, _ in errors} >= {(a, b) for a in ("plain", "drafted") for b in batches}
+    slower = BEFORE_ROUTERS.get(name, set())
+    assert max(abs(error) for arm, error in errors.items() if arm not in slower) <= RECORDS[name], errors
+    assert all(-0.12 < errors[arm] < 0 for arm in slower)
+    assert RECORDS[name] <= BOUNDS[RECORDS[name]]
 
 
 def test_predicted_steps_of_more_than_16_rows_are_within_it_on_two_and_four_gpus():
@@ -101,12 +120,16 @@ def test_predicted_steps_of_more_than_16_rows_are_within_it_on_two_and_four_gpus
     assert max(map(abs, errors.values())) <= ERROR_BOUND, errors
 
 
-def test_experts_that_more_than_16_rows_chose_are_read_again():
-    count = StepCount(config("gpt-oss-20b", max_batch=512))
-    few, many = (predict_step(count, GPUS["h200"], Drafting.OFF, batch, 1, 1).products for batch in (128, 512))
-    (part,) = count.parts(Drafting.OFF, 128, 1, 1)
-    once = part.experts.bytes / GPUS["h200"].achieved("bf16").copy
-    assert many - few > 3 * once  # of 16 and of 64 rows: all 32 experts, in at most two tiles and in four
+@pytest.mark.parametrize(("gpu", "at_once", "batches"), [("b200", 16, (128, 512)), ("h200", 64, (512, 2048))])
+def test_experts_that_more_rows_chose_than_are_computed_at_once_are_read_again(gpu, at_once, batches):
+    engine = config("gpt-oss-20b", max_batch=2048)
+    count = StepCount(engine)
+    assert rows_at_once(engine, GPUS[gpu]) == at_once
+    few, many = (predict_step(count, GPUS[gpu], Drafting.OFF, batch, 1, 1).products for batch in batches)
+    (part,) = count.parts(Drafting.OFF, batches[0], 1, 1)
+    once = part.experts.bytes / GPUS[gpu].achieved("bf16").copy
+    # Of all 32 experts once and four times as many rows as are computed at once: in at most two tiles and in four.
+    assert many - few > 2.5 * once
 
 
 def test_predicted_sums_are_those_measured_to_a_few_microseconds():
@@ -215,7 +238,7 @@ def test_a_plan_needs_no_checkpoint_and_writes_nothing(tmp_path, monkeypatch):
     text = succeeds(*MODEL, "--tp", 8, "--gpu", "b300", "--acceptance", 6.49)
     for words in ("experts in MXFP4", "MB a slot", "largest batch", "longest context", "all-reduces a step"):
         assert words in text
-    assert "of Qwen3-8B's shape on 1 GPU (of more than 16 rows also on 2 and 4) within 5%" in text
+    assert "of Qwen3-8B's shape on 1 H200 (of more than 16 rows also on 2 and 4) within 5%" in text
     assert re.search(r"18 of 36 layers see 128 tokens only: they have \d+ pages of their own", text)
     assert not list(tmp_path.iterdir())
 

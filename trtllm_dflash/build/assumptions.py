@@ -2,14 +2,17 @@
 
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.cost.floor import is_expert
-from trtllm_dflash.cost.gpus import COPY_SHARE, GEMM_SHARE, PublishedGPU, capability
+from trtllm_dflash.cost.gpus import PublishedGPU, capability
 from trtllm_dflash.cost.memory import computes_all_experts, is_multiplied_in_fp8, pages_on_gpu, stored_as
 from trtllm_dflash.cost.prediction import (
     ERROR_BOUND,
     FP8_CACHE_ERROR_BOUND,
     FP8_DRAFTER_ERROR_BOUND,
+    H100_ERROR_BOUND,
+    MANY_EXPERTS_ERROR_BOUND,
     MIXTURE_ERROR_BOUND,
     decoded_share,
+    rows_at_once,
 )
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.kernels import HEAD_SIZES, HOPPER
@@ -28,7 +31,7 @@ def assumptions(config: EngineConfig, gpu: PublishedGPU, acceptance: float | Non
         acceptance: tokens a step with the drafter's whole block; None: none is given.
     """
     target, drafter = config.target, config.drafter
-    notes = [*_steps(config), *_ranks(config, gpu)]
+    notes = [*_steps(config, gpu), *_ranks(config, gpu)]
     where = _unsupported(config, gpu)
     if where is not None:
         notes.append(
@@ -71,7 +74,8 @@ def error_bound(config: EngineConfig) -> float:
         return FP8_CACHE_ERROR_BOUND
     if _drafts_in_fp8(config.drafter):
         return FP8_DRAFTER_ERROR_BOUND
-    return ERROR_BOUND if config.target.moe is None else MIXTURE_ERROR_BOUND
+    moe = config.target.moe
+    return ERROR_BOUND if moe is None else MIXTURE_ERROR_BOUND if moe.mxfp4 else MANY_EXPERTS_ERROR_BOUND
 
 
 def expert_precision(config: EngineConfig) -> str | None:
@@ -99,16 +103,18 @@ def _drafts_in_fp8(drafter: DrafterConfig | None) -> bool:
 # -- one function a topic --------------------------------------------------------------------------------------------
 
 
-def _steps(config: EngineConfig) -> list[str]:
+def _steps(config: EngineConfig, gpu: PublishedGPU) -> list[str]:
     steps = "torch's, captured, with our CUDA kernels"
     if config.backend == "tensorrt":
         steps = f"predicted as {steps}, and memory is TensorRT's"
     return [
-        f"Rates: {COPY_SHARE:.0%} of the published bandwidth and {GEMM_SHARE:.0%} of the published dense operations, "
-        "as a large copy and a large BF16 product were measured to get on an H200.",
-        "Steps: predicts H200 steps, those that its constants were fitted to, plain and drafted, at batch 1, 8 and 32: "
-        f"of Qwen3-8B's shape on 1 GPU (of more than 16 rows also on 2 and 4) within {ERROR_BOUND:.0%}, of gpt-oss-20b "
-        f"on 1 and gpt-oss-120b on 2 within {MIXTURE_ERROR_BOUND:.0%}. Other GPUs are taken to wait as long.",
+        f"Rates: {gpu.copy_share:.0%} of the published bandwidth and {gpu.gemm_share:.0%} of the published dense "
+        "operations, as a large copy and a large BF16 product were measured to get on an "
+        f"{gpu.name.upper() if gpu.is_measured else 'H200'}.",
+        "Steps: predicts those that its constants were fitted to, plain and drafted, at batch 1, 8 and 32: of "
+        f"Qwen3-8B's shape on 1 H200 (of more than 16 rows also on 2 and 4) within {ERROR_BOUND:.0%} and on an H100 "
+        f"within {H100_ERROR_BOUND:.0%}, of gpt-oss-20b on both within {MIXTURE_ERROR_BOUND:.0%}, of mixtures of more "
+        f"experts on an H100 within {MANY_EXPERTS_ERROR_BOUND:.0%}. Other GPUs are taken to wait as long.",
         f"Backend: steps are {steps}; none of a TensorRT plan has been measured.",
     ]
 
@@ -129,15 +135,16 @@ def _experts(config: EngineConfig, gpu: PublishedGPU, moe: MoEConfig) -> list[st
     if computes_all_experts(config):
         chosen = f"A TensorRT plan for this GPU reads all {moe.experts} in every step."
     notes = [
-        f"Experts: {stored}, multiplied in {precision}, read if touched, once for each 16 rows; the rest "
-        f"{precision if rest is None else rest.value.upper()}.",
+        f"Experts: {stored}, multiplied in {precision}, read if touched, once for each {rows_at_once(config, gpu)} "
+        f"rows; the rest {precision if rest is None else rest.value.upper()}.",
         f"Experts: {chosen}",
     ]
     if config.backend != "torch" or isinstance(config.target, PlannedConfig):
         return notes
     share = decoded_share(config, gpu)
     if share is not None:
-        notes.append(f"Experts: {stored} is read at {share:.0%} of the bandwidth counted on, as an H200 decodes it.")
+        decoded = "as an H200 decodes it" if stored == "NVFP4" else "as its multiprocessors decode it"
+        notes.append(f"Experts: {stored} is read at {share:.0%} of the bandwidth counted on, {decoded}.")
     is_torchs = stored in ("MXFP4", "NVFP4") and share is None
     is_torchs |= stored in ("FP8", "FP8-BLOCKS", "INT4") and config.precision == "fp32"
     where = "" if is_torchs else "without our kernels, "

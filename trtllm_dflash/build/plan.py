@@ -16,7 +16,7 @@ from trtllm_dflash.build.transcoding import check_transcoding
 from trtllm_dflash.checkpoint.hub import PACKAGE
 from trtllm_dflash.cost.acceptance import ImposedAcceptance, check_acceptance
 from trtllm_dflash.cost.floor import StepCount, experts_touched, is_expert
-from trtllm_dflash.cost.gpus import COPY_SHARE, GEMM_SHARE, GPUS, RESERVED, PublishedGPU
+from trtllm_dflash.cost.gpus import GPUS, RESERVED, PublishedGPU
 from trtllm_dflash.cost.memory import (
     MemoryPlan,
     check_fits,
@@ -62,8 +62,8 @@ class Limits(BaseModel):
     flops: float  # in the engine's precision, dense, a second
     link: float  # bytes a second one way, between GPUs
     nvlink: bool
-    copy_share: float = COPY_SHARE
-    gemm_share: float = GEMM_SHARE
+    copy_share: float
+    gemm_share: float
 
 
 class Memory(BaseModel):
@@ -321,6 +321,8 @@ def _limits(config: EngineConfig, gpu: PublishedGPU) -> Limits:
         flops=gpu.products(config.precision),
         link=gpu.link,
         nvlink=gpu.nvlink,
+        copy_share=gpu.copy_share,
+        gemm_share=gpu.gemm_share,
     )
 
 

@@ -12,9 +12,11 @@ _TERA = 1e12
 RESERVED = 2 * GB
 
 #: Measured on an H200: a large copy moves 4.24 of 4.8 TB/s (read and written), a large BF16 product does 683 of 989
-#: TFLOP/s. Others of the kind differ by a percent or two: see the records in benchmarks/results.
+#: TFLOP/s, and weights are read at 0.96 of the copy's rate. Others of the kind differ by a percent or two: see the
+#: records in benchmarks/results.
 COPY_SHARE = 4.24 / 4.8
 GEMM_SHARE = 683 / 989
+STREAM_SHARE = 0.96
 
 
 @dataclass(frozen=True)
@@ -63,14 +65,22 @@ class PublishedGPU(GPU):
     fp32: float
     link: float  # to the other GPUs of its host, bytes a second each way
     nvlink: bool = True  # else PCIe
+    copy_share: float = COPY_SHARE  # an H200's, where none was measured
+    gemm_share: float = GEMM_SHARE
+    stream_share: float = STREAM_SHARE
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its shares are those of a GPU of this kind."""
+        return self.name in ("h200", "h100")
 
     def products(self, precision: Precision) -> float:
         """Published operations a second of matrix products in that type."""
         return self.fp32 if precision == "fp32" else self.bf16
 
     def achieved(self, precision: Precision) -> Rates:
-        """Expected rates of a large copy and a large product: the published limits, times an H200's measured shares."""
-        return Rates(self.bandwidth * COPY_SHARE, self.products(precision) * GEMM_SHARE)
+        """Expected rates of a large copy and a large product: the published limits, times the measured shares."""
+        return Rates(self.bandwidth * self.copy_share, self.products(precision) * self.gemm_share)
 
 
 #: By the name that `--gpu` takes. Data-center GPUs are the SXM ones, of an HGX board.
@@ -80,7 +90,9 @@ GPUS = {
         PublishedGPU("b300", 288, 103, 8_000 * GB, 2_250 * _TERA, 75 * _TERA, 900 * GB),
         PublishedGPU("b200", 192, 100, 8_000 * GB, 2_250 * _TERA, 75 * _TERA, 900 * GB),
         PublishedGPU("h200", 141, 90, 4_800 * GB, 989 * _TERA, 67 * _TERA, 450 * GB),
-        PublishedGPU("h100", 80, 90, 3_350 * GB, 989 * _TERA, 67 * _TERA, 450 * GB),
+        PublishedGPU(
+            "h100", 80, 90, 3_350 * GB, 989 * _TERA, 67 * _TERA, 450 * GB, True, 3.005 / 3.35, 715 / 989, 1.005
+        ),
         PublishedGPU("rtx-pro-6000", 96, 120, 1_792 * GB, 503.8 * _TERA, 126 * _TERA, 64 * GB, nvlink=False),
         PublishedGPU("rtx-5090", 32, 120, 1_792 * GB, 209.5 * _TERA, 104.8 * _TERA, 64 * GB, nvlink=False),
         PublishedGPU("rtx-4090", 24, 89, 1_008 * GB, 165.2 * _TERA, 82.6 * _TERA, 32 * GB, nvlink=False),

@@ -6,11 +6,12 @@
     layers     what a layer costs beside its bytes: waits from kernel to kernel, and each row's norms and activations
     sums       of the ranks, two a layer
 
-The constants were fitted together to captured steps on H200s, plain and drafted, at batch 1, 8 and 32, which are in
-benchmarks/results: of Qwen3-8B's shape on one GPU (step-qwen3-8b-*-h200.json) and, more than 16 rows, on two and four
-(tensor-parallel-h200.md); of gpt-oss-20b on one and gpt-oss-120b on two (step-gpt-oss-20b-h200.json,
-step-gpt-oss-120b-tp2-h200.json; MXFP4's kernels have become faster since: moe-h200.md). Those of sums were fitted to
-sums alone.
+The constants were fitted to captured steps at batch 1, 8 and 32, plain and drafted, which are in benchmarks/results: of
+Qwen3-8B's shape on one H200 (step-qwen3-8b-*-h200.json) and, more than 16 rows, on two and four
+(tensor-parallel-h200.md); those of experts to gpt-oss-20b's on an H200 and an H100, and to Qwen3-Coder-30B-A3B's,
+Qwen3.5-35B-A3B's, Qwen3-Coder-Next's and MiniMax-M2.5's (step-gpt-oss-20b-interleaved-h200.json,
+step-qwen3-coder-30b-a3b-h200.json, router-h100, steps-h100, step-minimax-m2.5-fp8-h100.json). Those of sums were fitted
+to sums alone.
 """
 
 from collections.abc import Sequence
@@ -28,27 +29,30 @@ from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.weights import WeightPrecision
 from trtllm_dflash.step import Drafting
 
-#: Of a predicted step against a measured one, at most; tests/test_plan.py compares them. Of dense models, of mixtures
-#: of experts, and with the drafter in FP8.
-ERROR_BOUND = 0.05
+#: Of a predicted step against a measured one, at most; tests/test_plan.py compares them. Of dense models on H200s and
+#: on an H100, of mixtures of experts (gpt-oss on both, Qwen3-Coder on an H200), and with the drafter in FP8.
+ERROR_BOUND, H100_ERROR_BOUND = 0.05, 0.07
 MIXTURE_ERROR_BOUND = 0.06
 FP8_DRAFTER_ERROR_BOUND = 0.08
+#: Of mixtures of more experts on an H100: rows of random weights choose fewer than evenly, few rows by the most.
+MANY_EXPERTS_ERROR_BOUND = 0.16
 #: Likewise of steps over FP8 caches, whose attention is taken to last as long as over 16-bit ones.
 FP8_CACHE_ERROR_BOUND = 0.13
 
-_STREAM = 0.96  # of the copy rate, that weights and caches are read at
 _JOIN = 1.8  # the exponent that joins memory's and arithmetic's time: their maximum were infinity, their sum 1
 # Seconds a layer: of few rows, whose products norm them and call for weights early; of more; and of more over ranks.
 _LAYER_OF_FEW, _LAYER, _LAYER_OVER_RANKS = 12.2e-6, 25.6e-6, 36e-6
 _ROW = 15.2e-9  # seconds a layer for each row, of 4,096 numbers
 _ROW_SIZE = 4096
 
-# Of the copy rate, that experts in MXFP4 are read and decoded at, and in NVFP4, which layers alone were timed in
-# (experts-nvfp4-h200.json); others are read as any weight.
-_MXFP4_SHARE, _NVFP4_SHARE = 0.628, 0.75
-# Experts: their kernels' and the router's latency in a layer; the share of a large product's rate; and the rows of a
-# tile, for each of which an expert is read once.
-_EXPERTS, _EXPERTS_GEMM, _TILE = 24.4e-6, 0.965, 16
+# Bytes a second of experts in MXFP4 that an H200's and an H100's multiprocessors decode; others' in proportion to their
+# operations in FP32. Joined with memory's time by an exponent.
+_MXFP4_DECODED, _DECODED_JOIN, _DECODERS = 3.2e12, 6, 67e12
+# Of the copy rate, that experts in NVFP4 are read and decoded at: layers alone were timed (experts-nvfp4-h200.json).
+_NVFP4_SHARE = 0.75
+# Experts: their kernels' and the router's latency in a layer; the share of a large product's rate; what they are read
+# at, of any weight's rate; and the rows of a tile, for each of which an expert is read once: on Hopper, and elsewhere.
+_EXPERTS, _EXPERTS_GEMM, _EXPERTS_STREAM, _MANY_ROWS, _FEW_ROWS = 18e-6, 0.72, 0.965, 64, 16
 
 # Sums: latency, and the share of the link's rate one way. In our kernel every rank reads all others' rows; in NCCL's
 # ring each sends its rows nearly twice.
@@ -86,7 +90,7 @@ def predict_step(
 def predict_parts(config: EngineConfig, gpu: PublishedGPU, parts: Sequence[PartWork]) -> StepTime:
     """Predicts the time of a step of these parts, one after the other."""
     rates = gpu.achieved(config.precision)
-    stream = Rates(rates.copy * _STREAM, rates.gemm)
+    stream = Rates(rates.copy * gpu.stream_share, rates.gemm)
     read = [_experts_read(config, gpu, part) / rates.copy for part in parts]
     multiplied = sum(part.experts.flops for part in parts) / (rates.gemm * _EXPERTS_GEMM)
     products = sum(_joined(part.products, stream) for part in parts) + sum(read) + multiplied
@@ -141,10 +145,17 @@ def _experts_read(config: EngineConfig, gpu: PublishedGPU, part: PartWork) -> fl
     moe = config.target.moe
     if moe is None or not part.experts.bytes:
         return 0.0
+    tile = rows_at_once(config, gpu)
     rows_of_each = part.rows * moe.top_k / experts_touched(moe, part.rows)
     # The last tile is on average half empty, and there is one at least.
-    tiles = max(1.0, rows_of_each / _TILE + (_TILE - 1) / (2 * _TILE))
-    return part.experts.bytes * tiles / (decoded_share(config, gpu) or _STREAM)
+    tiles = max(1.0, rows_of_each / tile + (tile - 1) / (2 * tile))
+    return part.experts.bytes * tiles / (decoded_share(config, gpu) or gpu.stream_share * _EXPERTS_STREAM)
+
+
+def rows_at_once(config: EngineConfig, gpu: PublishedGPU) -> int:
+    """Rows for which an expert that they chose is read once."""
+    is_many = gpu.hopper and config.dtype in HALVES and config.target.linear_precision is not WeightPrecision.INT4
+    return _MANY_ROWS if is_many else _FEW_ROWS
 
 
 def decoded_share(config: EngineConfig, gpu: PublishedGPU) -> float | None:
@@ -156,7 +167,9 @@ def decoded_share(config: EngineConfig, gpu: PublishedGPU) -> float | None:
     if config.backend != "torch" or moe is None or config.dtype not in HALVES or capability < OLDEST_GPU:
         return None
     if moe.mxfp4:
-        return _MXFP4_SHARE
+        decoded = _MXFP4_DECODED * gpu.fp32 / _DECODERS / gpu.achieved(config.precision).copy
+        both = (gpu.stream_share * _EXPERTS_STREAM) ** -_DECODED_JOIN + decoded**-_DECODED_JOIN
+        return float(both ** (-1 / _DECODED_JOIN))
     columns = moe.intermediate_size // (1 if moe.expert_parallel else config.tp)
     is_taken = takes_nvfp4(config.target.hidden_size, columns, capability)
     return _NVFP4_SHARE if is_taken and _are_nvfp4(config.target) else None
