@@ -2,8 +2,7 @@
 #include "dflash_kernels.h"
 #include "element.cuh"
 #include "launch.cuh"
-
-#include <type_traits>
+#include "normed.cuh"
 
 namespace dflash
 {
@@ -13,25 +12,6 @@ namespace
 constexpr int kVector = 8; // elements of one 16-byte access
 constexpr int kMaxThreads = 1024;
 constexpr int kMaxVectors = 4; // a thread's
-
-// A vector of weights, by accesses of at most 16 bytes.
-template <typename W>
-__device__ __forceinline__ Vector<W, kVector> load_weights(W const* from)
-{
-    constexpr int kPart = sizeof(W) == 4 ? kVector / 2 : kVector;
-    Vector<W, kVector> weights;
-#pragma unroll
-    for (int first = 0; first < kVector; first += kPart)
-    {
-        auto const part = load_vector<W, kPart>(from + first);
-#pragma unroll
-        for (int i = 0; i < kPart; ++i)
-        {
-            weights.at[first + i] = part.at[i];
-        }
-    }
-    return weights;
-}
 
 // The sum of x over the block's threads, which are whole warps.
 __device__ __forceinline__ float block_sum(float x)
@@ -44,22 +24,6 @@ __device__ __forceinline__ float block_sum(float x)
     }
     __syncthreads();
     return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0.f);
-}
-
-// Eight numbers normed. With weights of 16 bits they are rounded before them too.
-template <typename T, typename W>
-__device__ __forceinline__ Vector<T, kVector> normed(
-    Vector<T, kVector> const& x, float root, Vector<W, kVector> const& by)
-{
-    Vector<T, kVector> y;
-#pragma unroll
-    for (int i = 0; i < kVector; ++i)
-    {
-        float const value = to_float(x.at[i]) * root;
-        float const once = std::is_same_v<W, float> ? value : rounded<T>(value);
-        y.at[i] = from_float<T>(once * to_float(by.at[i]));
-    }
-    return y;
 }
 
 // One block a row. A row stays in registers between the sum of its squares and its scaling. W: the weight's type.

@@ -13,9 +13,7 @@
 #include "element.cuh"
 #include "instructions.cuh"
 #include "launch.cuh"
-
-#include <algorithm>
-#include <type_traits>
+#include "normed.cuh"
 
 namespace dflash
 {
@@ -116,7 +114,7 @@ struct Constants
             {
                 upper[i] = load_weight(p, place.first_output + place.quad, at);
                 lower[i] = load_weight(p, place.first_output + place.quad + 8, at);
-                load_norm(static_cast<W const*>(p.norm) + at, norm[i]);
+                norm[i] = load_weights(static_cast<W const*>(p.norm) + at);
             }
         }
     }
@@ -126,21 +124,6 @@ struct Constants
     {
         int64_t const row = min(output, p.outputs - 1);
         return bits_of(load_vector<T, kVector>(static_cast<T const*>(p.weight) + row * p.size + at));
-    }
-
-    static __device__ __forceinline__ void load_norm(W const* from, Vector<W, kVector>& to)
-    {
-        constexpr int kPart = 16 / sizeof(W);
-#pragma unroll
-        for (int i = 0; i < kVector; i += kPart)
-        {
-            auto const part = load_vector<W, kPart>(from + i);
-#pragma unroll
-            for (int j = 0; j < kPart; ++j)
-            {
-                to.at[i + j] = part.at[j];
-            }
-        }
     }
 };
 
@@ -302,14 +285,7 @@ __device__ __forceinline__ void store_rows(dflash_router_params const& p, Place 
 #pragma unroll
         for (int i = 0; i < kChunks; ++i)
         {
-            Numbers h;
-#pragma unroll
-            for (int j = 0; j < kVector; ++j)
-            {
-                float const y = to_float(x[tile][i].at[j]) * root;
-                float const once = std::is_same_v<W, float> ? y : rounded<T>(y);
-                h.at[j] = from_float<T>(once * to_float(constants.norm[i].at[j]));
-            }
+            Numbers const h = normed(x[tile][i], root, constants.norm[i]);
             if (place.row(tile) < rows && place.column(i) < p.size)
             {
                 store_vector(static_cast<T*>(p.out) + int64_t{place.row(tile)} * p.size + place.column(i), h);
