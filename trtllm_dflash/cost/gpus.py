@@ -65,14 +65,10 @@ class PublishedGPU(GPU):
     fp32: float
     link: float  # to the other GPUs of its host, bytes a second each way
     nvlink: bool = True  # else PCIe
-    copy_share: float = COPY_SHARE  # an H200's, where none was measured
+    measured_on: str = "H200"  # the GPU that these shares are of
+    copy_share: float = COPY_SHARE
     gemm_share: float = GEMM_SHARE
     stream_share: float = STREAM_SHARE
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether its shares are those of a GPU of this kind."""
-        return self.name in ("h200", "h100")
 
     def products(self, precision: Precision) -> float:
         """Published operations a second of matrix products in that type."""
@@ -91,7 +87,11 @@ GPUS = {
         PublishedGPU("b200", 192, 100, 8_000 * GB, 2_250 * _TERA, 75 * _TERA, 900 * GB),
         PublishedGPU("h200", 141, 90, 4_800 * GB, 989 * _TERA, 67 * _TERA, 450 * GB),
         PublishedGPU(
-            "h100", 80, 90, 3_350 * GB, 989 * _TERA, 67 * _TERA, 450 * GB, True, 3.005 / 3.35, 715 / 989, 1.005
+            *("h100", 80, 90, 3_350 * GB, 989 * _TERA, 67 * _TERA, 450 * GB),
+            measured_on="H100",
+            copy_share=3.005 / 3.35,
+            gemm_share=715 / 989,
+            stream_share=1.005,
         ),
         PublishedGPU("rtx-pro-6000", 96, 120, 1_792 * GB, 503.8 * _TERA, 126 * _TERA, 64 * GB, nvlink=False),
         PublishedGPU("rtx-5090", 32, 120, 1_792 * GB, 209.5 * _TERA, 104.8 * _TERA, 64 * GB, nvlink=False),

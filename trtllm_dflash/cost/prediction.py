@@ -21,7 +21,7 @@ from math import log2
 from typing import Literal
 
 from trtllm_dflash.cost.floor import PartWork, StepCount, Work, experts_touched, floor_seconds, is_expert
-from trtllm_dflash.cost.gpus import PublishedGPU, Rates
+from trtllm_dflash.cost.gpus import GPUS, PublishedGPU, Rates
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.kernels import ALL_REDUCE_BYTES, ALL_REDUCE_RANKS, HALVES, OLDEST_GPU, SKINNY_ROWS, takes_nvfp4
 from trtllm_dflash.models import target_weights
@@ -47,7 +47,7 @@ _ROW_SIZE = 4096
 
 # Bytes a second of experts in MXFP4 that an H200's and an H100's multiprocessors decode; others' in proportion to their
 # operations in FP32. Joined with memory's time by an exponent.
-_MXFP4_DECODED, _DECODED_JOIN, _DECODERS = 3.2e12, 6, 67e12
+_MXFP4_DECODED, _DECODED_JOIN = 3.2e12, 6
 # Of the copy rate, that experts in NVFP4 are read and decoded at: layers alone were timed (experts-nvfp4-h200.json).
 _NVFP4_SHARE = 0.75
 # Experts: their kernels' and the router's latency in a layer; the share of a large product's rate; what they are read
@@ -167,7 +167,7 @@ def decoded_share(config: EngineConfig, gpu: PublishedGPU) -> float | None:
     if config.backend != "torch" or moe is None or config.dtype not in HALVES or capability < OLDEST_GPU:
         return None
     if moe.mxfp4:
-        decoded = _MXFP4_DECODED * gpu.fp32 / _DECODERS / gpu.achieved(config.precision).copy
+        decoded = _MXFP4_DECODED * gpu.fp32 / GPUS["h200"].fp32 / gpu.achieved(config.precision).copy
         both = (gpu.stream_share * _EXPERTS_STREAM) ** -_DECODED_JOIN + decoded**-_DECODED_JOIN
         return float(both ** (-1 / _DECODED_JOIN))
     columns = moe.intermediate_size // (1 if moe.expert_parallel else config.tp)

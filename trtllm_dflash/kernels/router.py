@@ -27,7 +27,7 @@ def takes_router(x: Tensor, norm: Tensor, weight: Tensor, bias: Tensor | None = 
     is_right = all(each.dtype == torch.bfloat16 and each.is_contiguous() for each in of_rows)
     is_normed = norm.dtype in (torch.bfloat16, torch.float32) and norm.is_contiguous()
     is_aligned = all(each.data_ptr() % 16 == 0 for each in (x, norm, weight))
-    is_small = x.numel() // max(size, 1) * len(weight) <= ROUTER_LOGITS
+    is_small = x.numel() * len(weight) <= ROUTER_LOGITS * size
     return is_right and is_normed and is_aligned and is_small and 0 < size <= _MOST_SIZE and size % _CHUNK == 0
 
 
