@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.checkpoints import edit_tensors, make_drafter, make_target
-from tests.drafters import make_kind
+from tests.checkpoints import edit_tensors, make_drafter
 from tests.gpu.test_cuda import tokens
 from tests.gpu.test_expert_texts import CHOSEN, EXPERTS, FAMILIES, OURS, WAYS, assert_near, make_pair, texts_of
 from tests.gpu.test_hybrids import PROMPTS, load
 from tests.gpu.test_hybrids import SHAPE as HYBRID
 from tests.gpu.test_kernels import why_not
+from tests.gpu.test_second_drafters import make_half_pair
 from tests.gpu.test_tensor_parallel import GPUS, spawn
 from trtllm_dflash import LLM
 from trtllm_dflash.build.planning import as_planned, open_checkpoints, plan_engine
@@ -78,8 +78,7 @@ def gemma(folder: Path) -> tuple[Path, Path]:
 
 def second(kind: str, folder: Path) -> tuple[Path, Path]:
     folder.mkdir()
-    target = make_target(folder / "target", hidden=128, head_size=64, intermediate=128, vocab=16, dtype=torch.bfloat16)
-    return target, make_kind(kind, folder / "drafter", target, head_size=64)
+    return make_half_pair(kind, folder)
 
 
 #: Makers of pairs without experts.

@@ -51,9 +51,9 @@ def test_sum_norm_and_product_equal_float64(rows, size, outputs, wide):
             exact = exact / (exact.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
             assert_close(h, exact, BF16)
             product = exact @ weight.double().T
-            assert_close(logits, product if moved is None else product + moved.double(), BF16)
-            # Each alone too, a small one beside large ones: its own rounding, and those of its terms as they add up.
             expected = product if moved is None else product + moved.double()
+            assert_close(logits, expected, BF16)
+            # Each alone too, a small one beside large ones: its own rounding, and those of its terms as they add up.
             terms = (exact**2 @ weight.double().T ** 2).sqrt()
             assert ((logits.double() - expected).abs() <= EPSILON[BF16] * (expected.abs() + 3 * terms)).all()
 

@@ -44,13 +44,18 @@ def test_in_fp32_the_first_block_is_what_the_equations_give_and_what_is_accepted
     assert accepted > 0
 
 
+def make_half_pair(kind, path):
+    """A target in BF16 of few tokens, of sizes that our kernels take, and a drafter of one of `KINDS`."""
+    shape = {"hidden": 128, "head_size": 64, "intermediate": 128, "vocab": 16, "dtype": torch.bfloat16}
+    target = make_target(path / "target", **shape)
+    return target, make_kind(kind, path / "drafter", target, head_size=64)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_in_half_precision_each_token_is_fp32s_or_a_near_tie(kind, precision, tmp_path):
-    shape = {"hidden": 128, "head_size": 64, "intermediate": 128, "vocab": 16, "dtype": torch.bfloat16}
-    target = make_target(tmp_path / "target", **shape)
-    folder = make_kind(kind, tmp_path / "drafter", target, head_size=64)
-    with load((target, folder), precision=precision) as gpu:
+    folders = make_half_pair(kind, tmp_path)
+    with load(folders, precision=precision) as gpu:
         assert gpu.session.library is not None and gpu.session.limits.mixes  # their rows are flat
         assert gpu.session.limits.divides == kind.startswith("windows")
         assert gpu.session.choice.attention.startswith("our CUDA kernels")
@@ -61,7 +66,7 @@ def test_in_half_precision_each_token_is_fp32s_or_a_near_tie(kind, precision, tm
             ways[name] = params, [tokens(drafted), tokens(gpu.generate(PROMPTS, params, draft=False))]
         dtype = gpu.config.dtype
     assert accepted > 0
-    with load((target, folder), "cpu") as exact:
+    with load(folders, "cpu") as exact:
         for name, (params, texts) in ways.items():
             for each in texts:
                 others = assert_each_is_nearly_the_largest(
@@ -73,10 +78,8 @@ def test_in_half_precision_each_token_is_fp32s_or_a_near_tie(kind, precision, tm
 @pytest.mark.parametrize("kind", ["windows", "windows, free", "anchor"])
 def test_trees_of_those_that_choose_each_row_apart_are_verified(kind, tmp_path):
     """In BF16, greedy and sampled: each token is FP32's or a near-tie."""
-    shape = {"hidden": 128, "head_size": 64, "intermediate": 128, "vocab": 16, "dtype": torch.bfloat16}
-    target = make_target(tmp_path / "target", **shape)
-    folder = make_kind(kind, tmp_path / "drafter", target, head_size=64)
-    with load((target, folder), precision="bf16", draft_tree=15) as gpu, load((target, folder), "cpu") as exact:
+    folders = make_half_pair(kind, tmp_path)
+    with load(folders, precision="bf16", draft_tree=15) as gpu, load(folders, "cpu") as exact:
         for params in (GREEDY, SAMPLED):
             drafted = gpu.generate(PROMPTS, params)
             assert sum(sum(c.accepted_per_step) for c in drafted) > 0
@@ -87,10 +90,8 @@ def test_trees_of_those_that_choose_each_row_apart_are_verified(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_exact_kernels_drafted_text_is_plain_text(kind, tmp_path):
-    shape = {"hidden": 128, "head_size": 64, "intermediate": 128, "vocab": 16, "dtype": torch.bfloat16}
-    target = make_target(tmp_path / "target", **shape)
-    folder = make_kind(kind, tmp_path / "drafter", target, head_size=64)
-    with load((target, folder), precision="bf16", kernels="exact") as gpu:
+    folders = make_half_pair(kind, tmp_path)
+    with load(folders, precision="bf16", kernels="exact") as gpu:
         for params in (GREEDY, SAMPLED):
             drafted = gpu.generate(PROMPTS, params)
             assert tokens(drafted) == tokens(gpu.generate(PROMPTS, params, draft=False))
