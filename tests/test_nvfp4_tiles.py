@@ -11,7 +11,7 @@ from trtllm_dflash.ops.base import MoELayer
 from trtllm_dflash.ops.cuda_experts import interleave_experts
 from trtllm_dflash.ops.experts import Experts, in_tiles, one_by_one
 from trtllm_dflash.ops.linear_weight import Nvfp4Weight
-from trtllm_dflash.ops.mxfp4 import E2M1
+from trtllm_dflash.ops.mxfp4 import E2M1, interleave
 from trtllm_dflash.ops.nvfp4_tiles import Nvfp4Tiles, scales_in_order, tile_scales
 from trtllm_dflash.session.weights import multiplied_weights
 
@@ -33,6 +33,10 @@ def stored(hidden: int = 96, columns: int = 64, seed: int = 0) -> dict[str, Tens
     return weights
 
 
+def copied(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in weights.items()}
+
+
 def test_scales_of_eight_rows_32_numbers_lie_beside_each_other_and_come_back():
     scale = torch.arange(2 * 24 * 10).remainder(126).to(torch.uint8).view(2, 24, 10).view(torch.float8_e4m3fn)
     tiles = tile_scales(scale)
@@ -46,7 +50,7 @@ def test_scales_of_eight_rows_32_numbers_lie_beside_each_other_and_come_back():
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
 def test_loaded_experts_stand_for_what_is_stored_to_the_bit(dtype):
     weights = stored()
-    loaded = multiplied_weights(weights, dtype, torch.device("cpu"))
+    loaded = multiplied_weights(copied(weights), dtype, torch.device("cpu"))
     assert loaded.keys() == weights.keys()  # nothing is dequantized
     interleave_experts(loaded, dtype, HOPPER)
     for name in ("gate_up", "down"):
@@ -61,11 +65,25 @@ def test_loaded_experts_stand_for_what_is_stored_to_the_bit(dtype):
     assert held == given
 
 
+def test_numbers_are_put_in_order_where_they_lie():
+    """Experts of 61 GB, which a GPU of 80 holds once, are taken in order there."""
+    weights = stored() | {"other.experts.down_proj.blocks": torch.randint(256, (11, 16, 3, 16), dtype=torch.uint8)}
+    before, blocks = dict(weights), weights["other.experts.down_proj.blocks"].clone()
+    interleave_experts(weights, torch.bfloat16, HOPPER)
+    pairs = [("other.experts.down_proj.", "blocks")] + [
+        (f"mlp.experts.{name}_proj.", "weight") for name in ("gate_up", "down")
+    ]
+    for key, name in pairs:
+        assert weights[key + "words"].data_ptr() == before[key + name].data_ptr()
+        assert weights[key + "words"].nbytes == before[key + name].nbytes
+    assert weights["other.experts.down_proj.words"].equal(interleave(blocks))
+
+
 @pytest.mark.parametrize("compute", [one_by_one, in_tiles])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_torch_computes_the_same_of_experts_in_the_kernels_order(dtype, compute):
     weights = stored()
-    ordered = dict(weights)
+    ordered = copied(weights)
     interleave_experts(ordered, dtype, HOPPER)
     generator = torch.Generator().manual_seed(1)
     x, logits = (torch.randn(7, size, generator=generator) for size in (96, LAYER.experts))

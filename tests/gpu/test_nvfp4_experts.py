@@ -81,7 +81,7 @@ def make_inputs(case: Case) -> tuple[dict[str, torch.Tensor], torch.Tensor, torc
 
 def kernel_of(case: Case, weights: dict[str, torch.Tensor], many: bool | None = None):
     """The kernels' feed-forward of what is stored."""
-    ordered = dict(weights)
+    ordered = {name: tensor.clone() for name, tensor in weights.items()}
     interleave_experts(ordered, case.dtype, torch.cuda.get_device_capability())
     return moe_kernel(case.layer, Experts.of(ordered, case.layer), many)
 

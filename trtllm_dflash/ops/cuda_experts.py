@@ -102,12 +102,13 @@ def takes_experts(layer: MoELayer, weights: Mapping[str, Tensor], hidden: int, d
     return _is_known(layer, experts) and moe_kernel(layer, experts).takes(x, logits)
 
 
+@torch.inference_mode()
 def interleave_experts(weights: dict[str, Tensor], dtype: torch.dtype, capability: tuple[int, int]) -> None:
     """Puts words for MXFP4's blocks into a rank's weights, as the kernels take them beside rows of a type.
 
     NVFP4's numbers likewise, and tiles for their scales, in layers that the kernels compute on a GPU of that compute
-    capability: torch would undo both in every step. No more than one matrix is in memory twice, and a few of its
-    experts several times.
+    capability: torch would undo both in every step. Words lie where the numbers lay, whoever else holds those tensors:
+    a GPU that holds the experts once has room. A few experts are in memory several times.
     """
     if dtype not in kernels.HALVES:
         return
@@ -209,8 +210,8 @@ def _are_taken(weights: Mapping[str, Tensor], keys: list[str], capability: tuple
 
 
 def _in_words(numbers: Tensor, interleaved: Callable[[Tensor], Tensor]) -> Tensor:
-    """Interleaves the bytes of experts' matrices [E, O, ...]: int32 [E, O, bytes / 4]."""
-    words = torch.empty(*numbers.shape[:2], numbers[0, 0].numel() // 4, dtype=torch.int32, device=numbers.device)
+    """Interleaves the bytes of experts' matrices [E, O, ...] where they lie: int32 [E, O, bytes / 4]."""
+    words = numbers.flatten(2).view(torch.int32)
     for to, part in zip(words.split(_PART), numbers.split(_PART), strict=True):
         to.copy_(interleaved(part))
     return words
