@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 CHANCE = random.Random(4)
 PROMPTS = [[CHANCE.randrange(15) for _ in range(n)] for n in (3, 40, 90, 17)]
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
-HALF_LAYOUTS = "qwen3_5_text", "qwen3_5_moe, stacked"
+HALF_LAYOUTS = "qwen3_next", "qwen3_5_text", "qwen3_5_moe, stacked"
 #: The published sizes of heads, which our kernels have.
 SHAPE = {
     "hidden_size": 128,
@@ -56,8 +56,9 @@ def pair(tmp_path_factory):
             if shape:  # as published: in BF16
                 (path,) = target.glob("*.safetensors")
                 save_file({name: x.bfloat16() for name, x in load_file(path).items()}, path, {"format": "pt"})
-            if shape and "moe" in layout:  # all experts: another choice of them would be no near-tie of the logits
-                edit_config(target, lambda raw: raw["text_config"].update(num_experts_per_tok=8))
+            if shape and ("moe" in layout or layout == "qwen3_next"):
+                # All experts: another choice of them would be no near-tie of the logits.
+                edit_config(target, lambda raw: raw.get("text_config", raw).update(num_experts_per_tok=8))
                 edit_tensors(target, lambda tensors: _divide(tensors, ".mlp.gate.weight", router))
             if stored is not None:
                 quantize_folder(target, stored, within=".mlp.")
