@@ -7,7 +7,7 @@ import urllib.request
 import pytest
 
 from tests.faults.streams import LONG, post
-from tests.serving.runs import serve
+from tests.serving.runs import WHOLE_BLOCK, serve
 from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash.serving.request_key import RequestKeys
 
@@ -17,7 +17,7 @@ EXPIRED = 'dflash_requests_total{outcome="expired"} '
 
 @pytest.mark.slow
 def test_clients_that_left_hold_their_slots_no_longer_than_the_servers_deadline(triton, served_engine):
-    with serve("--engine", served_engine, "--device", "cpu", "--deadline-seconds", 2, "--json") as run:
+    with serve("--engine", served_engine, *WHOLE_BLOCK, "--deadline-seconds", 2, "--json") as run:
         at = json.loads(run.line())
         body = {"text_input": "Count.", **LONG, "max_tokens": 1900}
         left = [post(at["http"] + "/v2/models/tensorrt_llm_bls/generate", body) for _ in range(32)]

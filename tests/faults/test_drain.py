@@ -9,7 +9,7 @@ from urllib.request import urlopen
 import pytest
 
 from tests.faults.streams import LONG, GrpcStream, OpenAIStream, completion, post
-from tests.serving.runs import serve
+from tests.serving.runs import WHOLE_BLOCK, serve
 from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash import SamplingParams
 from trtllm_dflash.errors import ShutdownError
@@ -25,7 +25,7 @@ CUT = "shutdown: the reply was not complete after 4 s (--drain-seconds)"
 @pytest.mark.slow
 def test_at_sigterm_new_requests_are_refused_and_every_running_one_is_answered(triton, served_engine, tmp_path):
     log = tmp_path / "triton.log"
-    flags = ["--device", "cpu", "--openai-port", 0, "--drain-seconds", 4, "--log", log, "--json"]
+    flags = [*WHOLE_BLOCK, "--openai-port", 0, "--drain-seconds", 4, "--log", log, "--json"]
     with serve("--engine", served_engine, *flags) as run:
         at = json.loads(run.line())
         bls = post(at["http"] + "/v2/models/tensorrt_llm_bls/generate", {"text_input": "Count.", **LONG})

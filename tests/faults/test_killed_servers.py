@@ -11,7 +11,7 @@ import time
 import pytest
 
 from tests.faults.streams import GrpcStream, OpenAIStream
-from tests.serving.runs import serve
+from tests.serving.runs import WHOLE_BLOCK, serve
 from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash.serving import claim, processes
 from trtllm_dflash.serving.lifeline import FOLDER, Lifeline
@@ -21,7 +21,7 @@ MOST_SECONDS = 5  # in which a client of a killed server is told
 
 @pytest.mark.slow
 def test_a_killed_serve_takes_triton_and_its_models_with_it_and_no_stream_hangs(triton, served_engine):
-    with serve("--engine", served_engine, "--device", "cpu", "--openai-port", 0, "--json") as run:
+    with serve("--engine", served_engine, *WHOLE_BLOCK, "--openai-port", 0, "--json") as run:
         at = json.loads(run.line())
         clients = [GrpcStream(at["grpc"]) for _ in range(12)] + [OpenAIStream(at["openai"]) for _ in range(4)]
         # Any four: there are fewer slots than clients, and who waits for one waits for a whole reply.
@@ -44,7 +44,7 @@ def test_a_killed_serve_takes_triton_and_its_models_with_it_and_no_stream_hangs(
 
 @pytest.mark.slow
 def test_when_the_engines_process_is_killed_its_clients_are_told_and_serve_ends(triton, served_engine):
-    with serve("--engine", served_engine, "--device", "cpu", "--openai-port", 0, "--json") as run:
+    with serve("--engine", served_engine, *WHOLE_BLOCK, "--openai-port", 0, "--json") as run:
         at = json.loads(run.line())
         clients = [GrpcStream(at["grpc"]), OpenAIStream(at["openai"])]
         for client in clients:

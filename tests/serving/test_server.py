@@ -32,6 +32,9 @@ from trtllm_dflash.serving.triton import Triton, find_triton
 
 pytestmark = pytest.mark.slow
 
+#: Settings of an engine of few kinds of steps, each of which a server that drafts by `auto` times at its first start.
+FEW_STEPS = {"max_batch": 2, "block_size": 4}
+
 
 def make_repository(folder: Path, initialize: str = "pass", finalize: str = "pass") -> Path:
     """A model repository with one model, which starts much sooner than an engine's."""
@@ -95,10 +98,11 @@ def quick(served_engine, echo) -> list[object]:
 # -- the engine's own models -----------------------------------------------------------------------------------------
 
 
-def test_serve_prints_its_endpoints_once_they_answer_and_a_second_ctrl_c_ends_it_amid_a_reply(triton, served_engine):
+def test_serve_prints_its_endpoints_once_they_answer_and_a_second_ctrl_c_ends_it_amid_a_reply(triton, tmp_path):
     import tritonclient.grpc
 
-    with serve("--engine", served_engine, "--device", "cpu", "--openai-port", 0, "--json") as run:
+    engine = build_tiny(tmp_path / "engine", **FEW_STEPS)
+    with serve("--engine", engine, "--device", "cpu", "--openai-port", 0, "--json") as run:
         at = json.loads(run.line())
         assert get(at["http"], "/v2/health/ready")[0] == 200
         client = tritonclient.grpc.InferenceServerClient(at["grpc"])
@@ -106,7 +110,7 @@ def test_serve_prints_its_endpoints_once_they_answer_and_a_second_ctrl_c_ends_it
         client.close()
         status, metrics = get(at["metrics"])
         assert status == 200
-        assert re.search(rb"^dflash_slots_total\S* 8(\.0)?$", metrics, re.MULTILINE)
+        assert re.search(rb"^dflash_slots_total\S* 2(\.0)?$", metrics, re.MULTILINE)
         assert get(at["openai"] + "/models")[0] == 200
         assert Path(at["log"]).is_file()
         chosen = r"tiny: torch on cpu: precision fp32, attention torch, products torch, experts none, exact yes .*"
@@ -425,7 +429,7 @@ def test_when_the_gateway_dies_serve_ends(triton):
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory, triton) -> Path:
     pytest.importorskip("mpi4py", reason="tensor parallelism needs the tp extra (mpi4py and an MPI)")
-    return build_tiny(tmp_path_factory.mktemp("engines") / "tp2", max_batch=8, tp=2)
+    return build_tiny(tmp_path_factory.mktemp("engines") / "tp2", tp=2, **FEW_STEPS | {"max_batch": 1})
 
 
 def complete(url: str, prompt: str) -> str:
