@@ -12,7 +12,8 @@ from trtllm_dflash.pairs.prompts import read_prompts
 
 pytestmark = pytest.mark.slow
 
-SMALL = ["--prompts-per-kind", 2, "--max-tokens", 24, "--device", "cpu"]
+TOKENS = 12
+SMALL = ["--prompts-per-kind", 2, "--max-tokens", TOKENS, "--device", "cpu"]
 FIGURES = {
     "identical",
     "acceptance_length",
@@ -89,7 +90,7 @@ def test_the_same_step_is_compiled_and_said_not_to_have_run(outputs):
 
 def test_the_histogram_is_of_all_steps(outputs, tiny):
     prompts = [[{"role": "user", "content": prompt}] for kind in read_prompts(2).values() for prompt in kind]
-    completions = tiny.generate(prompts, SamplingParams(max_tokens=24))
+    completions = tiny.generate(prompts, SamplingParams(max_tokens=TOKENS))
     accepted = [count for completion in completions for count in completion.accepted_per_step]
     _, _, histogram = outputs[1].partition("accepted drafts a step\n")
     bars = re.findall(r"^ *(\d+)  (#*) +(\d+\.\d)%$", histogram, re.MULTILINE)

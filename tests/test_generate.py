@@ -34,8 +34,10 @@ KEYS = [
 
 
 @pytest.fixture(scope="module")
-def command(tiny_engine):
-    return ["generate", "--engine", tiny_engine, "--device", "cpu", "--max-tokens", 32]
+def command(tmp_path_factory):
+    """Of two slots, for each command makes its caches anew."""
+    engine = build_tiny(tmp_path_factory.mktemp("two") / "engine", max_batch=2)
+    return ["generate", "--engine", engine, "--device", "cpu", "--max-tokens", 32]
 
 
 @pytest.fixture(scope="module")

@@ -1,3 +1,3 @@
-"""The servers of the serving tests, for faults to happen to."""
+"""What the serving tests serve, for faults to happen to."""
 
-from tests.serving.conftest import served_engine, server, triton  # noqa: F401
+from tests.serving.conftest import served_engine, triton  # noqa: F401

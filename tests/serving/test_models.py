@@ -357,7 +357,7 @@ def test_http_says_what_is_wrong(client):
 
 
 def test_unary_calls_run_together(client, server, tiny):
-    lengths = [90 + count for count in range(8)]  # the last is there long before the first has ended
+    lengths = [50 + count for count in range(8)]  # the last is there long before the first has ended
     expected = [
         completion.text for completion in tiny.generate([CHAT] * 8, [SamplingParams(max_tokens=n) for n in lengths])
     ]
