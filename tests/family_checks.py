@@ -89,7 +89,7 @@ def on_ranks(target: Path, drafter: Path | None, tp: int, use: Callable[[LLM], A
         "drafter": drafter and str(drafter),
         "precision": "fp32",
     }
-    settings = BuildSettings(**given, tp=tp, max_seq_len=160, **values)
+    settings = BuildSettings.model_validate({**given, "tp": tp, "max_seq_len": 160, **values})
     pair = open_checkpoints(settings)
     config = plan_engine(pair, settings).config
     pair = as_planned(pair, config)

@@ -24,6 +24,7 @@ from trtllm_dflash.cost.memory import cache_bytes
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.engine.paging import Paging
 from trtllm_dflash.pairs.prompts import read_prompts
+from trtllm_dflash.runtime.scheduler import Scheduler
 
 pytestmark = pytest.mark.slow
 
@@ -157,48 +158,27 @@ def test_ranks_with_fp8_caches_say_what_one_says(of_two, ids):
     assert sum(accepted) > 0.8 * sum(expected)
 
 
-SCHEDULED = """
-import json
-import sys
-
-from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.runtime.scheduler import Scheduler
-
-with LLM.load(sys.argv[1], "cpu") as llm:
-    if llm.session.communicator.rank:
-        llm.session.follow()
-    else:
-        scheduler = Scheduler(llm.session)
-        asked = [json.loads(line) for line in open(sys.argv[2])]
-        sequences = [llm.intake.sequence(one["ids"], SamplingParams(**one["params"]), True, 100, None) for one in asked]
-        for sequence in sequences:
-            scheduler.submit(sequence)
-        while scheduler.busy:
-            scheduler.step()
-        counts = scheduler.statistics
-        replies = [sequence.token_ids for sequence in sequences]
-        print(json.dumps([replies, counts.steps["mixed"], counts.preemptions, counts.prefix_hits, counts.pages_used]))
-"""
-
-
-def test_ranks_run_mixed_steps_over_pages_and_preempt_together(prompts, tmp_path):
+def test_ranks_run_mixed_steps_over_pages_and_preempt_together(ids, tmp_path):
     """Pages for two of six: pages, pieces and copies reach the second rank, or its rows would be others."""
     pages = {"page_size": 64, "max_seq_len": 256, "chunk": 64}
     build_tiny(tmp_path / "all", tp=2, **pages)
     few = 1.01 * cache_bytes(read_config(tmp_path / "all"), Paging(6, 64, 5)) / GB
-    build_tiny(tmp_path / "engine", tp=2, kv_memory=few, **pages)
-    texts = [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()]
+    asked = [*ids, *ids[:2]]
+    params = [SamplingParams(max_tokens=40, temperature=0.9 * (i % 2), seed=i) for i in range(len(asked))]
     folders = TINY / "target", TINY / "drafter"
     with LLM.from_pretrained(*folders, precision="fp32", device="cpu", max_batch=1, max_seq_len=256) as llm:
-        ids = [llm.encode([{"role": "user", "content": text}]) for text in [*texts, *texts[:2]]]
-        params = [{"max_tokens": 40, "temperature": 0.9 * (i % 2), "seed": i} for i in range(len(ids))]
-        alone = [llm.generate([ids[i]], SamplingParams(**params[i]))[0].token_ids for i in range(len(ids))]
-    asked = tmp_path / "asked.jsonl"
-    lines = ({"ids": one, "params": its} for one, its in zip(ids, params, strict=True))
-    asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    done = run(MPIEXEC, "-n", 2, sys.executable, "-c", SCHEDULED, tmp_path / "engine", asked)
-    assert done.returncode == 0, done.stderr
-    replies, mixed, preemptions, prefix_hits, pages_used = json.loads(done.stdout)
+        alone = [llm.generate([asked[i]], params[i])[0].token_ids for i in range(len(asked))]
+
+    def scheduled(llm):
+        scheduler = Scheduler(llm.session)
+        sequences = [llm.intake.sequence(asked[i], params[i], True, 100, None) for i in range(len(asked))]
+        for sequence in sequences:
+            scheduler.submit(sequence)
+        while scheduler.busy:
+            scheduler.step()
+        return [sequence.token_ids for sequence in sequences], scheduler.statistics
+
+    replies, counts = on_ranks(*folders, 2, scheduled, kv_memory=few, **pages)
     assert replies == alone
-    assert min(mixed, preemptions, prefix_hits) > 0
-    assert pages_used == 0
+    assert min(counts.steps["mixed"], counts.preemptions, counts.prefix_hits) > 0
+    assert counts.pages_used == 0
