@@ -20,7 +20,7 @@ TOKENS = 60
 def solo(tmp_path_factory):
     """A small gpt-oss, every other layer of which sees 16 tokens, over caches of one page."""
     folder = tmp_path_factory.mktemp("gpt-oss")
-    target = make_gpt_oss(folder / "target", window=16, mxfp4=False)
+    target = make_gpt_oss(folder / "target", experts=2, top_k=1, window=16, mxfp4=False)
     drafter = make_drafter(folder / "drafter", target)
     with LLM.from_pretrained(target, drafter, precision="fp32", device="cpu", max_batch=3, max_seq_len=400) as llm:
         yield llm
