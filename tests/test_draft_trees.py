@@ -196,7 +196,7 @@ PAGED = {"kv": "fp8", "page_size": 16, "chunk": 64}
 @pytest.mark.parametrize("changes", [{}, PAGED], ids=["linear", "FP8 caches in pages"])
 def test_layers_with_windows_and_sinks(changes, tmp_path):
     """A vocabulary of 16: a drafter that knows nothing is still right now and then, in the branches too."""
-    target = make_gpt_oss(tmp_path / "target", window=16, mxfp4=False, vocab=16)
+    target = make_gpt_oss(tmp_path / "target", experts=2, top_k=1, window=16, mxfp4=False, vocab=16)
     drafter = make_drafter(tmp_path / "drafter", target)
     prompts = [[1 + 7 * i % 14 for i in range(length)] for length in (1, 30, 120, 131)]  # the last fill the context
     params = [GREEDY, SAMPLED] * 2
