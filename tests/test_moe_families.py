@@ -152,7 +152,7 @@ def test_the_published_configuration_of_gpt_oss_20b_is_read():
 
 def gpt_oss_pair(folder: Path, **drafter: Any) -> tuple[Path, Path]:
     """A pair whose vocabulary of 16 lets a drafter that knows nothing be right now and then."""
-    target = make_gpt_oss(folder / "target", layers=3, vocab=16, heads=8, kv_heads=8, head_size=8)
+    target = make_gpt_oss(folder / "target", layers=3, vocab=16, heads=8, kv_heads=8, head_size=8, experts=4, top_k=2)
     values = {"attention_bias": True, "block_size": 10, "layers": 8, "rope_scaling": YARN, "seed": 3, **drafter}
     return target, make_drafter(folder / "drafter", target, **values)
 
