@@ -158,7 +158,7 @@ def test_the_report_says_what_was_made_and_what_it_costs(format, made):
 # -- the same text -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.principal("fp8", "nvfp4")
+@pytest.mark.principal("fp8")
 @pytest.mark.parametrize("precision", [None, "fp8", "nvfp4"])
 def test_drafted_text_is_plain_text_in_every_precision(precision, made):
     rows = [json.loads(line) for line in (TINY / "prompts.jsonl").read_text().splitlines()]
