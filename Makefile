@@ -36,7 +36,7 @@ test: test-all
 
 # Their repeats too.
 test-all:
-	@$(MAKE) --no-print-directory --jobs=4 WORKERS=1 lint types kernels-of-tests bytecode
+	@$(MAKE) --no-print-directory --jobs=4 lint types kernels-of-tests bytecode
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS_OF_ALL) $(DIST) $(MARKED)
 
 # What tests/test_plugins.py asks about, compiled on the core that the setup leaves idle. A fault in it is that test's.
