@@ -58,6 +58,7 @@ RECORDS = {
     "step-qwen3-8b-fp8-caches-h200": (FP8_CACHE_ERROR_BOUND, 0.13),
     "steps-h100/since-qwen3-8b": (H100_ERROR_BOUND, 0.07),
     "router-h100/since-gpt-oss-20b": (MIXTURE_ERROR_BOUND, 0.06),
+    "step-gpt-oss-120b-h100": (MIXTURE_ERROR_BOUND, 0.06),
     "step-gpt-oss-20b-interleaved-h200": (MIXTURE_ERROR_BOUND, 0.06),
     "step-qwen3-coder-30b-a3b-h200": (MIXTURE_ERROR_BOUND, 0.06),
     "router-h100/since-qwen3-coder-30b-a3b": (MANY_EXPERTS_ERROR_BOUND, 0.16),
