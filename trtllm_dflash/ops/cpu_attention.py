@@ -7,6 +7,7 @@ its position, wherever they lie.
 """
 
 import math
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -70,7 +71,7 @@ def attend(
     kv_heads, padded = len(keys), len(hidden)
     wide = q.float() * (size**-0.5 if scale is None else scale)
     if padded > rows:
-        wide = F.pad(wide, (0, 0, 0, padded - rows))
+        wide = torch.cat([wide, wide[:, -1:].expand(-1, padded - rows, -1)], dim=1)
     scores = _scores(wide.reshape(kv_heads, -1, size), keys).view(kv_heads, heads // kv_heads, padded, -1)
     probs = _probabilities(scores, hidden, sinks)
     out = _weighted_sum(probs.flatten(1, 2), values).view(heads, padded, -1)
@@ -166,4 +167,11 @@ def _weighted_sum(probs: Tensor, values: Tensor, total: Tensor | None = None) ->
 
 def _padded(tile: Tensor) -> Tensor:
     """Pads keys or values [kv_heads, n, D] with zeros to a whole tile, in FP32."""
-    return F.pad(tile.float(), (0, 0, 0, TILE - tile.shape[1])) if tile.shape[1] < TILE else tile.float()
+    heads, count, size = tile.shape
+    return torch.cat([tile.float(), _zeros(heads, size)[:, count:]], dim=1) if count < TILE else tile.float()
+
+
+@cache
+def _zeros(heads: int, size: int) -> Tensor:
+    """Zeros [heads, TILE, size], which nobody writes."""
+    return torch.zeros(heads, TILE, size)

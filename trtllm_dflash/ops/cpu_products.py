@@ -33,7 +33,7 @@ _BUDGET = 2**32
 
 @dataclass(frozen=True)
 class _Way:
-    """A way to multiply: in pieces of `least` to `most` rows, padded where there are fewer."""
+    """A way to multiply: in pieces of `least` to `most` rows, which are repeated where there are fewer."""
 
     least: int
     most: int
@@ -41,13 +41,13 @@ class _Way:
 
     def multiply(self, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Multiplies rows [N, I] by a weight [O, I], transposed, and adds a bias [O]: [N, O]."""
-        count = len(rows)
+        count = rows.shape[0]
         if count > self.most:
             return torch.cat([self.multiply(piece, weight, bias) for piece in rows.split(self.most)])
         multiply = _one_dnn if self.one_dnn else F.linear
         if count >= self.least:
             return multiply(rows, weight, bias)
-        return multiply(F.pad(rows, (0, 0, 0, self.least - count)), weight, bias)[:count]
+        return multiply(torch.cat([rows] * -(-self.least // count))[: self.least], weight, bias)[:count]
 
 
 #: Ways by oneDNN, the fastest first. A single row goes as two: it has another kernel.
