@@ -63,18 +63,21 @@ def attend(
     """Attends from q [heads, n, D] to keys and values [kv_heads, L, D]: [n, heads*D] in q's type.
 
     Args:
+        keys: may have more rows than those L, whatever they hold.
         hidden: [n, L], both rounded up; see `hidden_keys`.
         sinks: [heads]; each is one more logit of its head's softmax, whose value is zero.
         scale: of scores; None: 1 / sqrt(D).
     """
     heads, rows, size = q.shape
-    kv_heads, padded = len(keys), len(hidden)
+    kv_heads, (padded, length) = keys.shape[0], hidden.shape
     wide = q.float() * (size**-0.5 if scale is None else scale)
-    if padded > rows:
+    if rows == 1:
+        wide = wide.expand(-1, padded, -1)
+    elif padded > rows:
         wide = torch.cat([wide, wide[:, -1:].expand(-1, padded - rows, -1)], dim=1)
-    scores = _scores(wide.reshape(kv_heads, -1, size), keys).view(kv_heads, heads // kv_heads, padded, -1)
-    probs = _probabilities(scores, hidden, sinks)
-    out = _weighted_sum(probs.flatten(1, 2), values).view(heads, padded, -1)
+    scores = _scores(wide.reshape(kv_heads, -1, size), keys, length).view(kv_heads, -1, padded, length)
+    probs = _probabilities(scores, hidden, sinks).view(kv_heads, -1, length)
+    out = _weighted_sum(probs, values).view(heads, padded, -1)
     return out[:, :rows].transpose(0, 1).flatten(1).to(q.dtype)
 
 
@@ -100,9 +103,9 @@ def attend_paths(
     wide = q.float() * (size**-0.5 if scale is None else scale)
     wide = F.pad(wide, (0, 0, 0, padded - rows)).view(*shape, size)
     own_keys, own_values = (_own_tiles(x, shared, start, paths) for x in (keys, values))
-    scores = _together(_scores(_apart(wide, rows), own_keys), *shape)
+    scores = _together(_scores(_apart(wide, rows), own_keys, own_keys.shape[1]), *shape)
     if shared:
-        front = _scores(wide.flatten(1, 2), keys[:, :shared]).view(*shape, shared)
+        front = _scores(wide.flatten(1, 2), keys, shared).view(*shape, shared)
         scores = torch.cat([front, scores], dim=-1)
     probs = _probabilities(scores, hidden, sinks)
     total = None
@@ -143,13 +146,13 @@ def _probabilities(scores: Tensor, hidden: Tensor, sinks: Tensor | None) -> Tens
     return torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
 
 
-def _scores(q: Tensor, keys: Tensor) -> Tensor:
-    """Multiplies q [kv_heads, n, D] by keys [kv_heads, L, D], transposed: [kv_heads, n, L rounded up to tiles]."""
+def _scores(q: Tensor, keys: Tensor, length: int) -> Tensor:
+    """Multiplies q [kv_heads, n, D] by the first keys [kv_heads, L, D], transposed: [kv_heads, n, length], in tiles."""
+    if keys.shape[1] >= length:
+        return torch.bmm(q, keys[:, :length].float().mT)
     whole = keys.shape[1] // TILE * TILE
     parts = [keys[:, :whole].float()] if whole else []
-    if whole < keys.shape[1]:
-        parts.append(_padded(keys[:, whole:]))
-    scores = [torch.bmm(q, part.mT) for part in parts]
+    scores = [torch.bmm(q, part.mT) for part in (*parts, _padded(keys[:, whole:]))]
     return scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)
 
 
@@ -158,8 +161,10 @@ def _weighted_sum(probs: Tensor, values: Tensor, total: Tensor | None = None) ->
 
     `total`: the sum of the tiles before, which is overwritten.
     """
-    for part, tile in zip(probs.split(TILE, dim=-1), values.split(TILE, dim=1), strict=True):
-        rows = _padded(tile)
+    length = probs.shape[-1]
+    for first in range(0, length, TILE):
+        part = probs if length == TILE else probs[..., first : first + TILE]
+        rows = _padded(values[:, first : first + TILE])
         total = torch.bmm(part, rows) if total is None else total.baddbmm_(part, rows)
     assert total is not None
     return total

@@ -83,14 +83,15 @@ def packed(weight: Tensor) -> Tensor:
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiplies x [..., I] by a weight [O, I], packed or not, transposed, and adds a bias [O]: [..., O]."""
     rows = x.flatten(0, -2).contiguous()
-    if not len(rows):
+    if not rows.shape[0]:
         return x.new_empty(*x.shape[:-1], weight.shape[0])
     kind = _kind(weight, bias)
     way = _way(kind) or _ways(kind)[0]
     if kind.dtype != weight.dtype:
         rows, weight = rows.to(kind.dtype), weight.to(kind.dtype, memory_format=torch.contiguous_format)
         bias = None if bias is None else bias.to(kind.dtype)
-    return way.multiply(rows, weight, bias).to(x.dtype).view(*x.shape[:-1], weight.shape[0])
+    y = way.multiply(rows, weight, bias)
+    return (y if y.dtype == x.dtype else y.to(x.dtype)).view(*x.shape[:-1], -1)
 
 
 def why_inexact(weight: Tensor, bias: Tensor | None) -> str | None:
@@ -177,5 +178,5 @@ def _has_kernels(dtype: torch.dtype) -> bool:
 
 
 def _one_dnn(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    y: Tensor = torch.ops.mkldnn._linear_pointwise.default(rows, weight, bias, "none", [], "")
     return y

@@ -221,7 +221,8 @@ class RaggedOps(TorchOps):
         ):
             self._write_rows(name, segment.pages, segment.start, new[0])
             keys = self._rows(name, segment.pages, segment.start + segment.count, q.dtype)
-            out.append(self._attend_rows(own[0], keys, keys[..., : layer.rank], True, scale=layer.scale))
+            length = segment.start + segment.count
+            out.append(self._attend_rows(own[0], keys, keys[..., : layer.rank], length, True, scale=layer.scale))
         return self._risen(layer, torch.cat(out)[None])
 
     def context_rows(self, layer: AttentionLayer, kv: Tensor, index: int, start: Tensor) -> Context[Tensor]:
@@ -266,7 +267,8 @@ class RaggedOps(TorchOps):
         while at < start + count:
             page, first = divmod(at, size)
             end = min(size, first + start + count - at)
-            cache[pages[page]][:, first:end] = rows[:, at - start : at - start + end - first]
+            part = rows if end - first == count else rows[:, at - start : at - start + end - first]
+            cache[pages[page], :, first:end] = part
             at += end - first
 
     def _attend(self, layer: AttentionLayer, segment: Segment, q: Tensor, length: int, causal: bool) -> Tensor:
@@ -274,28 +276,30 @@ class RaggedOps(TorchOps):
         pages = segment.pages_of(layer)
         keys, values = (self._rows(layer.prefix + kind, pages, length, q.dtype) for kind in ("key", "value"))
         sinks = None if layer.sinks is None else self.weights[layer.sinks]
-        return self._attend_rows(q[0], keys, values, causal, layer.window, sinks, layer.scale)[None]
+        return self._attend_rows(q[0], keys, values, length, causal, layer.window, sinks, layer.scale)[None]
 
     def _attend_rows(
         self,
         q: Tensor,
         keys: Tensor,
         values: Tensor,
+        length: int,
         causal: bool,
         window: int | None = None,
         sinks: Tensor | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """Attends from q [heads, n, D], a slot's last rows, to all its rows [kv_heads, L, D]: [n, heads*D]."""
-        group, rows, length = len(q) // len(keys), q.shape[1], keys.shape[1]
+        """Attends from q [heads, n, D], a slot's last rows, to its `length` rows of [kv_heads, L, D]: [n, heads*D]."""
+        group, rows = q.shape[0] // keys.shape[0], q.shape[1]
         out: list[Tensor] = []
         end = length - rows if causal else length
-        for part in q.split(BLOCK if causal else rows, dim=1):
+        for part in q.split(BLOCK, dim=1) if causal and rows > BLOCK else (q,):
             end += part.shape[1] if causal else 0
             # Nobody sees the tiles before the window of the first row.
             first = 0 if window is None else max(0, end - part.shape[1] + 1 - window) // TILE * TILE
             hidden = self._hidden(first, end, part.shape[1], group, causal, window)
-            out.append(attend(part, keys[:, first:end], values[:, first:end], hidden, sinks, scale))
+            seen = keys[:, first:] if first else keys
+            out.append(attend(part, seen, values[:, first:end], hidden, sinks, scale))
         return out[0] if len(out) == 1 else torch.cat(out)
 
     def _attend_paths(self, layer: AttentionLayer, segment: Segment, q: Tensor) -> Tensor:
@@ -321,14 +325,15 @@ class RaggedOps(TorchOps):
         return hidden
 
     def _rows(self, name: str, pages: Sequence[int], length: int, dtype: torch.dtype) -> Tensor:
-        """Takes a slot's first `length` rows of a cache: [heads, length, D]; scratch before a layer's window."""
+        """Takes a slot's first `length` rows of a cache: [heads, L, D]; scratch behind them, and before a window."""
         cache = self.caches[name]
-        pages = pages[: -(-length // self._layout.page_rows)]
-        if len(pages) == 1:
-            rows = cache[pages[0]][:, :length]
+        if length <= self._layout.page_rows:
+            rows = cache[pages[0]]
         else:
-            rows = torch.cat([cache[page] for page in pages], dim=1)[:, :length]
-        return rows if cache.dtype != FP8 else dequantize_cache_rows(rows, self.weights[name + ".scale"], dtype)
+            rows = torch.cat([cache[page] for page in pages[: -(-length // self._layout.page_rows)]], dim=1)
+        if cache.dtype != FP8:
+            return rows
+        return dequantize_cache_rows(rows[:, :length], self.weights[name + ".scale"], dtype)
 
     # -- choosing tokens ---------------------------------------------------------------------------------------------
 

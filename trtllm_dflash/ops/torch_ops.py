@@ -86,7 +86,7 @@ class TorchOps(TorchFamilyOps, TorchDraftingOps):
     def linear(self, name: str, x: Tensor) -> Tensor:
         weight, bias = linear_weight(self.weights, name), self.weights.get(name + ".bias")
         if isinstance(weight, Tensor):
-            x = x.to(weight.dtype)  # a router's may be FP32 in any engine
+            x = x if x.dtype == weight.dtype else x.to(weight.dtype)  # a router's may be FP32 in any engine
             return F.linear(x, weight, bias) if x.is_cuda else cpu_products.product(x, weight, bias)
         y = self.quantized_product(x, weight)
         return y if bias is None else y + bias
@@ -149,13 +149,13 @@ class TorchOps(TorchFamilyOps, TorchDraftingOps):
             assert layer.norm_eps is not None
             v = normed(v, layer.norm_eps)
         if layer.norm_eps is not None:
-            norms = [self.weights[f"{layer.prefix}self_attn.{which}_norm.weight"] for which in "qk"]
-            both = normed(both.to(norms[0].dtype), layer.norm_eps)
-            for norm, heads in zip(norms, both.split([layer.heads, layer.kv_heads], dim=1), strict=True):
-                heads.mul_(norm)
+            q_norm, k_norm = (self.weights[f"{layer.prefix}self_attn.{which}_norm.weight"] for which in "qk")
+            both = normed(both.to(q_norm.dtype), layer.norm_eps)
+            both[:, : layer.heads].mul_(q_norm)
+            both[:, layer.heads :].mul_(k_norm)
             both = both.to(qkv.dtype)
-        q, k = self.rope(layer.rope, both, positions).split([layer.heads, layer.kv_heads], dim=1)
-        return q, k, v
+        both = self.rope(layer.rope, both, positions)
+        return both[:, : layer.heads], both[:, layer.heads :], v
 
     def append_kv(self, name: str, rows: Tensor, start: Tensor) -> Tensor:
         cache = self.caches[name]
