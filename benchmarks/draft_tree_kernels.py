@@ -82,10 +82,13 @@ def parts(batch: int, nodes: int, length: int) -> dict[str, Callable[[], object]
     q = torch.randn(batch * rows, HEADS, SIZE, dtype=DTYPE, device="cuda")
     out = torch.empty(batch * rows, HEADS * SIZE, dtype=DTYPE, device="cuda")
     taps = [torch.randn(batch * rows, HIDDEN, dtype=DTYPE, device="cuda") for _ in range(TAPS)]
-    order = kernels.accept_paths(grown, targets).row_order
-    every = kernels.PathMoves(caches)
-    longest = torch.full((batch,), 1 | ((1 << 7) - 1) << (rows - 7), dtype=torch.int64, device="cuda")
-    none = torch.full((batch,), 127, dtype=torch.int64, device="cuda")
+    every = kernels.PathMoves(caches, pages)
+    # All rows are right: of these trees the last 7 rows are accepted, and of the others all.
+    behind = [-1, *[0] * (rows - 7), *range(rows - 7, rows - 1)]
+    far, near = (
+        _layout(batch, rows, length, torch.tensor([each] * batch, dtype=torch.int32, device="cuda"))
+        for each in (behind, list(range(-1, rows - 1)))
+    )
 
     def attend(layout: kernels.Rows) -> None:
         more = True, 0, None, None, None, 0, layout.row_path
@@ -102,9 +105,9 @@ def parts(batch: int, nodes: int, length: int) -> dict[str, Callable[[], object]
         "accept, chain": lambda: kernels.accept_rows(chain, targets),
         "accept, tree": lambda: kernels.accept_paths(grown, targets),
         "join taps, chain": lambda: torch.cat(taps, dim=-1),
-        "join taps, tree": lambda: kernels.join_rows(taps, order),
-        "move 7 rows, all layers": lambda: every(pages, grown.segments, longest),
-        "move none": lambda: every(pages, grown.segments, none),
+        "accept and join taps, tree": lambda: kernels.accept_paths(near, targets, None, taps),
+        "accept, join taps, move none": lambda: kernels.accept_paths(near, targets, None, taps, every),
+        "accept, join taps, move 7 rows": lambda: kernels.accept_paths(far, targets, None, taps, every),
         "argmax": lambda: kernels.argmax(logits),
         f"top {RANKS} ids": lambda: kernels.top_ids(logits, normalized=True),
         "grow tree": lambda: ops.grow_tree(tree, bonus, log_probs, ids),

@@ -175,6 +175,8 @@ class DraftVerifyStep:
         chosen = chosen if inputs.mask is None else ops.mask(chosen, inputs.mask)
         target_ids = _choose(ops, inputs, chosen)
         logprobs = ops.log_probabilities(logits, target_ids) if inputs.logprobs else None
+        if drafter:
+            ops.announce_taps(features.taps)
         verdict = self._judgement.accept(ops, inputs, target_ids)
         next_start = verdict.next_start
         if next_start is None:

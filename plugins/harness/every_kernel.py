@@ -160,10 +160,10 @@ def tree_rows(decoding: int, pieces: Sequence[int], block: int, caches: Sequence
     layout, tokens, kept_start = lay_out(decoding, pieces, block, parents)
     targets = torch.zeros_like(layout.logit_rows)
     kernels.accept_paths(layout, targets)
-    found = kernels.accept_paths(layout, targets, layout.segments[:, 3].contiguous())
-    kernels.join_rows([normal(len(layout.token_ids), 8, dtype=torch.float16)] * 3, found.row_order)
     pages = kernels.Pages(torch.zeros(decoding + len(pieces), 10, dtype=torch.int32, device="cuda"), caches[0].shape[2])
-    kernels.PathMoves(caches)(pages, layout.segments, found.path)
+    moves = kernels.PathMoves(caches[:1], pages, caches[1:], pages)
+    taps = [normal(len(layout.token_ids), 8, dtype=torch.float16)] * 3
+    found = kernels.accept_paths(layout, targets, layout.segments[:, 3].contiguous(), taps, moves)
     drafts = torch.zeros(len(layout.segments), block, dtype=torch.int32, device="cuda")
     kept = tokens, kept_start, 63, targets, found.accepted, found.next_start, drafts, block
     for given in (drafts, None):

@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 32
+#define DFLASH_ABI_VERSION 33
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -620,62 +620,49 @@ DFLASH_API cudaError_t dflash_accept(const dflash_accept_params* params, cudaStr
  *
  * The accepted rows of a segment are the deepest path from its first row on which all are equal. Rows of a prompt's
  * piece are in their places in any case; others have at most 64. An idle segment gets zeros. A row's rank is its place
- * among its siblings, which come in the order of their chances. */
+ * among its siblings, which come in the order of their chances.
+ *
+ * In the same launch, rows go where they belong: the taps of final rows are joined at their positions in their segment,
+ * and the K and V of accepted ones are moved to theirs in all caches: row d of a path goes to the segment's start + d.
+ * Pages of all caches have as many rows, at least 64 where a slot has several; those of some may be other pages. */
+#define DFLASH_MOST_JOINED 8
+
 typedef struct
 {
     int32_t segment_count; /* G */
+    int32_t decode_segments; /* D: of the first ones, K and V are moved */
     int32_t rows; /* N */
     int32_t logit_row_count; /* R */
-    const int32_t* segments; /* [G, 4] contiguous, as all of these */
+    int32_t tap_count; /* T, at most DFLASH_MOST_JOINED; 0: none are joined */
+    int32_t size; /* H, a multiple of 8 */
+    int32_t cache_count; /* C; 0: none are moved */
+    int32_t page_rows;
+    int32_t most_bytes; /* of all heads' rows at one position, of any cache */
+    const int32_t* segments; /* [G, 4] contiguous, as all of these but the page tables */
     const int32_t* logit_first; /* [G + 1] */
+    const int32_t* row_segment; /* [N]; -1: padding, which stays where it is */
     const int32_t* token_ids; /* [N] */
     const int32_t* target_ids; /* [R] */
     const uint64_t* row_path; /* [N]: of a segment's rows, each one's ancestors and itself */
-    const int32_t* imposed; /* [G]: how many drafts are accepted, whatever they are; or null */
+    const int32_t* imposed; /* [G]: how many drafts are accepted, whatever they are, without ranks; or null */
     int32_t* accepted; /* [G] */
     int32_t* committed; /* [G] */
     int32_t* bonus; /* [G] */
     int32_t* next_start; /* [G] */
     uint64_t* path; /* [G]: the accepted rows */
-    int32_t* row_order; /* [N]: at a final row's position in its segment its flat row, elsewhere any */
     int32_t* choices; /* [R]: the target's at a segment's accepted rows first, then any */
     int32_t* ranks; /* [R]: 0 for a segment's first row, its accepted drafts' ranks from 1, then zeros; or null */
+    void* joined; /* [N, T * H] of 16 bits: at a final row's position in its segment its taps, elsewhere any row's */
+    const int64_t* caches; /* [C, 4]: a cache's address, heads, bytes of a row, a multiple of 16, and 1 if its pages are
+                              those of window_table */
+    const int32_t* page_table; /* [slots, width] by stride */
+    const int32_t* window_table;
+    int64_t page_table_stride;
+    int64_t window_table_stride;
+    const void* taps[DFLASH_MOST_JOINED]; /* [N, H] each */
 } dflash_accept_tree_params;
 
 DFLASH_API cudaError_t dflash_accept_tree(const dflash_accept_tree_params* params, cudaStream_t stream);
-
-/* Joins rows of several tensors, in another order: out[n] is row order[n] of each in turn. H is a multiple of 8. */
-#define DFLASH_MOST_JOINED 8
-
-typedef struct
-{
-    int32_t dtype; /* FP16 or BF16 */
-    int32_t count; /* of tensors */
-    int32_t rows; /* N */
-    int32_t size; /* H */
-    const int32_t* order; /* [N] */
-    void* out; /* [N, count * H] contiguous */
-    const void* parts[DFLASH_MOST_JOINED]; /* [N, H] contiguous each */
-} dflash_join_rows_params;
-
-DFLASH_API cudaError_t dflash_join_rows(const dflash_join_rows_params* params, cudaStream_t stream);
-
-/* Moves the K and V of the accepted rows of trees to their positions, in all caches: row d of a path goes to the
- * segment's start + d. */
-typedef struct
-{
-    int32_t segment_count; /* G */
-    int32_t cache_count; /* C */
-    int32_t page_rows;
-    int32_t most_bytes; /* of all heads' rows at one position, of any cache */
-    const int32_t* segments; /* [G, 4] contiguous */
-    const uint64_t* path; /* [G] */
-    const int32_t* page_table; /* [slots, width] by stride */
-    int64_t page_table_stride;
-    const int64_t* caches; /* [C, 3] contiguous: a cache's address, heads and bytes of a row, a multiple of 16 */
-} dflash_move_path_params;
-
-DFLASH_API cudaError_t dflash_move_path(const dflash_move_path_params* params, cudaStream_t stream);
 
 /* Each row's largest logits, the lowest ids among equals first, and the log of the sum of all logits' exponentials. */
 #define DFLASH_TOP_COUNT 8

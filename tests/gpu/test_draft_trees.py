@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
@@ -166,7 +167,9 @@ def test_the_path_that_is_accepted_is_the_host_s(step, is_imposed, share, begun)
     step.said = step.layout.expected()
     rows, chosen = step.begin(), choices(step, share)
     counts = [3 * i % 17 for i in range(len(step.said["segments"]))]
-    found = kernels.accept_paths(rows, ints(chosen), ints(counts) if is_imposed else None)
+    count = len(step.said["row_segment"])
+    found = kernels.accept_paths(rows, ints(chosen), ints(counts) if is_imposed else None, [row_numbers(count)])
+    final = found.joined[:, 0].int()
     for index, segment in enumerate(step.segments()):
         numbers = [x[index].item() for x in (found.accepted, found.committed, found.bonus, found.next_start)]
         if segment is None:
@@ -179,7 +182,7 @@ def test_the_path_that_is_accepted_is_the_host_s(step, is_imposed, share, begun)
         committed = before + len(path)
         assert numbers == [len(path) - 1, committed, targets[path[-1]], start + committed], (index, path)
         assert found.path[index].item() % 2**64 == sum(1 << row for row in path), index
-        order = found.row_order[first : first + count].tolist()
+        order = final[first : first + count].tolist()
         assert order[:committed] == [*range(first, first + before), *(first + before + row for row in path)], index
         assert all(first <= row < first + count for row in order)
         assert found.choices[logit : logit + len(path)].tolist() == [targets[row] for row in path], index
@@ -189,17 +192,25 @@ def test_the_path_that_is_accepted_is_the_host_s(step, is_imposed, share, begun)
         ranks = ranks_of(segment.parents, path) if len(path) > 1 else []
         told = found.ranks[logit : logit + segment.logits].tolist()
         assert told == [0, *ranks, *[0] * (segment.logits - len(path))], index
-    count = len(step.said["row_segment"])
-    assert ((found.row_order >= 0) & (found.row_order < count)).all()
+    assert ((final >= 0) & (final < len(final))).all()
+
+
+def row_numbers(rows: int) -> torch.Tensor:
+    """A tap that tells each row's number."""
+    assert rows <= 2048, "FP16 tells larger numbers not apart"
+    return torch.arange(rows, device="cuda").half()[:, None].expand(-1, 8).contiguous()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("parts", "size", "rows"), [(5, 4096, 16), (1, 8, 3), (8, 136, 70)])
-def test_rows_are_joined_in_another_order(parts, size, rows, dtype, begun):
-    taps = [torch.randn(rows, size, dtype=dtype, device="cuda") for _ in range(parts)]
-    order = torch.randint(rows, (rows,), dtype=torch.int32, device="cuda")
-    expected = torch.cat([tap[order.long()] for tap in taps], dim=-1)
-    assert kernels.join_rows(taps, order).equal(expected)
+@pytest.mark.parametrize(("parts", "size"), [(5, 4096), (1, 8), (8, 136)])
+@pytest.mark.parametrize("step", STEPS[1:], ids=str)
+def test_the_taps_of_final_rows_are_joined(step, parts, size, dtype, begun):
+    rows, chosen, count = step.begin(), ints(choices(step, 0.8)), len(step.said["row_segment"])
+    taps = [torch.randn(count, size, dtype=dtype, device="cuda") for _ in range(parts)]
+    order = kernels.accept_paths(rows, chosen, taps=[row_numbers(count)]).joined[:, 0].long()
+    assert not order.equal(torch.arange(count, device="cuda")), "some rows have other places"
+    expected = torch.cat([tap[order] for tap in taps], dim=-1)
+    assert kernels.accept_paths(rows, chosen, taps=taps).joined.equal(expected)
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
@@ -352,29 +363,56 @@ def test_a_tree_s_rows_are_appended_and_attend_as_their_paths_would_as_runs(mode
 # -- keys and values of the accepted path ------------------------------------------------------------------------------
 
 
+def rows_that_accept(starts: list[int], paths: list[list[int]]) -> tuple[kernels.Rows, torch.Tensor]:
+    """Rows of 64 for each slot, and the target's choices, by which these paths are accepted; then an idle slot."""
+    parents, targets = [], []
+    for slot, path in enumerate(paths):
+        above = {row: parent for parent, row in pairwise(path)}
+        parents.append([-1, *(above.get(row, 0) for row in range(1, 64))])
+        below = dict(pairwise(path))
+        targets += [64 * slot + below[row] if row in below else 9999 for row in range(64)]
+    words = [number for slot in range(len(paths)) for number in (slot, 64, -1, 64)]
+    tokens = ints(range(64 * len(paths))).view(-1, 64)
+    rows = kernels.begin_rows(
+        ints([*words, 0, 0, -1, 0]),
+        tokens,
+        ints(starts),
+        segments=len(paths) + 1,
+        decode_segments=len(paths) + 1,
+        pieces=0,
+        rows=len(targets),
+        logit_rows=len(targets),
+        cuts=0,
+        parents=ints(parents),
+    )
+    return rows, ints(targets)
+
+
+@pytest.mark.parametrize("windowed", [0, 2])
 @pytest.mark.parametrize("page_rows", [64, 128, LINEAR])
-def test_accepted_rows_are_moved_to_their_positions_in_all_caches(page_rows, begun):
-    """As if all had been read and then written; nothing else changes, to the byte."""
+def test_accepted_rows_are_moved_to_their_positions_in_all_caches(page_rows, windowed, begun):
+    """As if all had been read and then written; nothing else changes, to the byte. Some caches have other pages."""
     chance = random.Random(4)
     starts = [0, 5, 60, 63, 64, 120, 300, 301]
     shapes = [(8, 128, torch.bfloat16), (2, 64, torch.float16), (3, 64, FP8), (8, 128, FP8)]
     found = [random_pages([start + 64 for start in starts], *shape, page_rows) for shape in shapes]
-    pages = found[0].pages
+    own = len(found) - windowed
+    pages = [found[0].pages] * own + [found[-1].pages] * windowed
     caches = [paged.keys for paged in found]
     paths: list[list[int]] = [[0], list(range(16)), [0, 63], [*range(8), 20, 21, 40, 63]]
     paths += [[0, *sorted(chance.sample(range(1, 64), 15))] for _ in range(4)]
-    segments = [[slot, start, 0, 64] for slot, start in enumerate(starts)]
     expected = [cache.view(torch.uint8).clone() for cache in caches]
-    for cache in expected:
+    for cache, of_cache in zip(expected, pages, strict=True):
         for slot, (start, path) in enumerate(zip(starts, paths, strict=True)):
-            table = pages.table[slot].tolist()
-            places = [divmod(start + row, pages.rows) for row in (*path, *range(len(path)))]
+            table = of_cache.table[slot].tolist()
+            places = [divmod(start + row, of_cache.rows) for row in (*path, *range(len(path)))]
             spots = [(table[page], row) for page, row in places]
             rows = [cache[page, :, row].clone() for page, row in spots[: len(path)]]
             for (page, row), moved in zip(spots[len(path) :], rows, strict=True):
                 cache[page, :, row] = moved
-    bits = torch.tensor([sum(1 << r for r in p) - (2**64 if 63 in p else 0) for p in paths], device="cuda")
-    kernels.PathMoves(caches)(pages, ints(segments), bits)
+    moves = kernels.PathMoves(caches[:own], pages[0], caches[own:], pages[-1])
+    accepted = kernels.accept_paths(*rows_that_accept(starts, paths), moves=moves)
+    assert [bits % 2**64 for bits in accepted.path.tolist()] == [*(sum(1 << r for r in p) for p in paths), 0]
     for number, (cache, wanted) in enumerate(zip(caches, expected, strict=True)):
         differ = (cache.view(torch.uint8) != wanted).nonzero()
         assert len(differ) == 0, (number, differ[:3].tolist())

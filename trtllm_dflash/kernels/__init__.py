@@ -26,7 +26,6 @@ from trtllm_dflash.kernels.draft_tree import (
     PathMoves,
     accept_paths,
     grow_tree,
-    join_rows,
     top_ids,
 )
 from trtllm_dflash.kernels.embed import embed
@@ -135,7 +134,6 @@ __all__ = [
     "gate",
     "gpu_name",
     "grow_tree",
-    "join_rows",
     "keep_drafts",
     "keep_replies",
     "load",

@@ -1,7 +1,7 @@
-"""Trees of drafts: their growth, the path that is accepted, and the move of its keys and values."""
+"""Trees of drafts: their growth, and the path that is accepted, with its taps, keys and values."""
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,23 +35,11 @@ GrowTreeParams = structure(
 
 AcceptTreeParams = structure(
     "dflash_accept_tree_params",
-    ints="segment_count rows logit_row_count",
-    pointers="segments logit_first token_ids target_ids row_path imposed accepted committed bonus next_start path",
-    pointers_="row_order choices ranks",
-)
-
-
-JoinRowsParams = structure(
-    "dflash_join_rows_params", ints="dtype count rows size", pointers="order out", by_part="parts"
-)
-
-
-MovePathParams = structure(
-    "dflash_move_path_params",
-    ints="segment_count cache_count page_rows most_bytes",
-    pointers="segments path page_table",
-    longs="page_table_stride",
-    pointers_="caches",
+    ints="segment_count decode_segments rows logit_row_count tap_count size cache_count page_rows most_bytes",
+    pointers="segments logit_first row_segment token_ids target_ids row_path imposed accepted committed bonus",
+    pointers_="next_start path choices ranks joined caches page_table window_table",
+    longs="page_table_stride window_table_stride",
+    by_part="taps",
 )
 
 
@@ -64,9 +52,9 @@ class AcceptedPaths:
     bonus: Tensor  # [G]
     next_start: Tensor  # [G]
     path: Tensor  # [G] int64, a bit for each accepted row of the segment
-    row_order: Tensor  # [N] at a final row's position in its segment its flat row, elsewhere any
     choices: Tensor  # [R] the target's at a segment's accepted rows first, then any
     ranks: Tensor | None  # [R] 0, then each accepted draft's among its siblings, from 1, then 0; None: they are imposed
+    joined: Tensor | None  # [N, T * H] at a final row's position in its segment its taps, elsewhere any row's; or none
 
 
 def top_ids(logits: Tensor, normalized: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,12 +130,68 @@ def grow_tree(
     return tokens, parents
 
 
-def accept_paths(rows: Rows, target_ids: Tensor, imposed: Tensor | None = None) -> AcceptedPaths:
+class PathMoves:
+    """The moves of the K and V of accepted paths to their positions, in all of the target's caches.
+
+    `accept_paths` makes them.
+
+    Args:
+        caches: [pages, heads, page rows, D] each; heads, D and types may differ. Whoever calls keeps them.
+        pages: of every slot.
+        windowed: more caches, those whose pages are others.
+        window_pages: these; of as many rows.
+    """
+
+    def __init__(
+        self,
+        caches: Collection[Tensor],
+        pages: Pages,
+        windowed: Collection[Tensor] = (),
+        window_pages: Pages | None = None,
+    ) -> None:
+        self._pages, self._window_pages = pages, window_pages or pages
+        for each in (pages, self._window_pages):
+            check_table(each.table)
+            is_right = each.rows == pages.rows and (each.rows >= TREE_ROWS or each.table.shape[1] == 1)
+            check(is_right, f"pages of {each.rows} rows beside pages of {pages.rows}")
+        rows: list[list[int]] = []
+        for cache in (*caches, *windowed):
+            _, heads, page_rows, size = cache.shape
+            row_bytes = size * cache.itemsize
+            check(cache.is_contiguous() and row_bytes % 16 == 0, f"caches {tuple(cache.shape)} of {cache.dtype}")
+            check(page_rows == pages.rows, f"tables of pages of {pages.rows} rows, caches of {page_rows}")
+            rows.append([cache.data_ptr(), heads, row_bytes, int(len(rows) >= len(caches))])
+        self._most_bytes = max(heads * row_bytes for _, heads, row_bytes, _ in rows)
+        self._table = torch.tensor(rows, dtype=torch.int64, device=pages.table.device)  # [C, 4]
+
+    def members(self) -> dict[str, int]:
+        """Lists what the kernel reads of them, by member."""
+        return {
+            "cache_count": len(self._table),
+            "page_rows": self._pages.rows,
+            "most_bytes": self._most_bytes,
+            "caches": self._table.data_ptr(),
+            "page_table": self._pages.table.data_ptr(),
+            "page_table_stride": self._pages.table.stride(0),
+            "window_table": self._window_pages.table.data_ptr(),
+            "window_table_stride": self._window_pages.table.stride(0),
+        }
+
+
+def accept_paths(
+    rows: Rows,
+    target_ids: Tensor,
+    imposed: Tensor | None = None,
+    taps: Sequence[Tensor] = (),
+    moves: PathMoves | None = None,
+) -> AcceptedPaths:
     """Accepts of each segment the deepest path on which all rows equal the target's choices [R] at their parents.
 
     Args:
         rows: of a step with trees.
         imposed: [G] int32, the number of accepted drafts, whatever they are; None: as they are.
+        taps: [N, H] each, to be joined along the last dimension.
+        moves: of the accepted rows' K and V, to start, start + 1 and so on; None: they stay.
     """
     check_targets(rows, target_ids)
     check(rows.row_path is not None, "a step without trees has no paths")
@@ -164,16 +208,20 @@ def accept_paths(rows: Rows, target_ids: Tensor, imposed: Tensor | None = None) 
         bonus,
         next_start,
         path=empty(segments, torch.int64),
-        row_order=empty(len(rows.token_ids)),
         choices=empty(len(rows.logit_rows)),
         ranks=empty(len(rows.logit_rows)) if imposed is None else None,
+        joined=_room_for_taps(rows, taps),
     )
     params = AcceptTreeParams(
         segment_count=segments,
+        decode_segments=len(rows.decoding),
         rows=len(rows.token_ids),
         logit_row_count=len(rows.logit_rows),
+        tap_count=len(taps),
+        size=taps[0].shape[1] if taps else 0,
         segments=rows.segments.data_ptr(),
         logit_first=rows.logit_first.data_ptr(),
+        row_segment=rows.row_segment.data_ptr(),
         token_ids=rows.token_ids.data_ptr(),
         target_ids=target_ids.data_ptr(),
         row_path=address(rows.row_path),
@@ -183,74 +231,23 @@ def accept_paths(rows: Rows, target_ids: Tensor, imposed: Tensor | None = None) 
         bonus=bonus.data_ptr(),
         next_start=next_start.data_ptr(),
         path=found.path.data_ptr(),
-        row_order=found.row_order.data_ptr(),
         choices=found.choices.data_ptr(),
         ranks=address(found.ranks),
+        joined=address(found.joined),
+        taps=(ctypes.c_void_p * MOST_JOINED)(*[tap.data_ptr() for tap in taps]),
+        **({} if moves is None else moves.members()),
     )
     run("dflash_accept_tree", params, stream())
     return found
 
 
-def join_rows(parts: Sequence[Tensor], order: Tensor) -> Tensor:
-    """Joins parts [N, H] along the last dimension, their rows by order [N] int32: [N, len(parts) * H]."""
-    rows, size = parts[0].shape
-    dtype, device = parts[0].dtype, parts[0].device
-    check(1 <= len(parts) <= MOST_JOINED, f"{len(parts)} parts to join; at most {MOST_JOINED}")
-    alike = all(x.shape == (rows, size) and x.dtype == dtype and x.is_contiguous() for x in parts)
-    is_aligned = size % 8 == 0 and all(x.data_ptr() % 16 == 0 for x in parts)
-    check(alike and is_aligned and dtype in HALVES, "parts to join must be alike, contiguous and aligned to 16 bytes")
-    check_ints(rows, order=order)
-    out = torch.empty(rows, len(parts) * size, dtype=dtype, device=device)
-    addresses = [x.data_ptr() for x in parts] + [None] * (MOST_JOINED - len(parts))
-    params = JoinRowsParams(
-        dtype=DTYPES[dtype],
-        count=len(parts),
-        rows=rows,
-        size=size,
-        order=order.data_ptr(),
-        out=out.data_ptr(),
-        parts=(ctypes.c_void_p * MOST_JOINED)(*addresses),
-    )
-    run("dflash_join_rows", params, stream())
-    return out
-
-
-class PathMoves:
-    """Moves the K and V of accepted paths to their positions, in all caches that share a page table by one launch.
-
-    Args:
-        caches: [pages, heads, page rows, D] each; heads, D and types may differ. Whoever calls keeps them.
-    """
-
-    def __init__(self, caches: Iterable[Tensor]) -> None:
-        rows, page_rows = [], set()
-        for cache in caches:
-            _, heads, rows_of_page, size = cache.shape
-            row_bytes = size * cache.itemsize
-            check(cache.is_contiguous() and row_bytes % 16 == 0, f"caches {tuple(cache.shape)} of {cache.dtype}")
-            page_rows.add(rows_of_page)
-            rows.append([cache.data_ptr(), heads, row_bytes])
-            device = cache.device
-        check(len(page_rows) == 1, f"caches whose pages have {sorted(page_rows)} rows")
-        (self._page_rows,) = page_rows
-        self._most_bytes = max(heads * row_bytes for _, heads, row_bytes in rows)
-        self._table = torch.tensor(rows, dtype=torch.int64, device=device)  # [C, 3]
-
-    def __call__(self, pages: Pages, segments: Tensor, path: Tensor) -> None:
-        """Moves of segments [G, 4] the rows of path [G] int64, a bit each, to start, start + 1 and so on."""
-        check_table(pages.table)
-        check(pages.rows == self._page_rows, f"tables of pages of {pages.rows} rows, caches of {self._page_rows}")
-        is_right = path.shape == (len(segments),) and path.dtype == torch.int64 and path.is_contiguous()
-        check(is_right and segments.shape[1:] == (4,) and segments.is_contiguous(), "paths must be int64 [G]")
-        params = MovePathParams(
-            segment_count=len(segments),
-            cache_count=len(self._table),
-            page_rows=self._page_rows,
-            most_bytes=self._most_bytes,
-            segments=segments.data_ptr(),
-            path=path.data_ptr(),
-            page_table=pages.table.data_ptr(),
-            page_table_stride=pages.table.stride(0),
-            caches=self._table.data_ptr(),
-        )
-        run("dflash_move_path", params, stream())
+def _room_for_taps(rows: Rows, taps: Sequence[Tensor]) -> Tensor | None:
+    """Makes room for joined taps, which it checks."""
+    if not taps:
+        return None
+    check(len(taps) <= MOST_JOINED, f"{len(taps)} taps to join; at most {MOST_JOINED}")
+    (count, size), dtype = taps[0].shape, taps[0].dtype
+    alike = all(x.shape == (len(rows.token_ids), size) and x.dtype == dtype and x.is_contiguous() for x in taps)
+    is_aligned = size % 8 == 0 and all(x.data_ptr() % 16 == 0 for x in taps)
+    check(alike and is_aligned and dtype in HALVES, "taps to join must be alike, contiguous and aligned to 16 bytes")
+    return torch.empty(count, len(taps) * size, dtype=dtype, device=taps[0].device)

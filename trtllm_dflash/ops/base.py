@@ -375,6 +375,9 @@ class Ops(FamilyOps[T], ABC, Generic[T]):
         """Puts what x [B, R, ...] has of each slot's accepted rows first, by depth; what follows is scratch."""
         return x
 
+    def announce_taps(self, taps: Sequence[T]) -> None:
+        """Says, before a verdict is found, which taps `final_rows` is to join: a backend may do both at once."""
+
     def final_rows(self, taps: Sequence[T], verdict: Acceptance[T]) -> T:
         """Joins taps [B, Q, H] as `concat` does, of the rows whose tokens are final, by position; then scratch."""
         return self.concat(taps)

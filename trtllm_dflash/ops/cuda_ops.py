@@ -31,7 +31,7 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         layout: of the step's rows.
         rows: the most that a decoding slot has.
         window_pages: of every slot in layers with a window; None: the same.
-        moves: of accepted paths, in all the target's caches, and the page tables of those; where slots have trees.
+        moves: of accepted paths, in all the target's caches; None: slots have no trees.
         reports: [1] int32: where it is 0 when the step runs, log-probabilities are not computed. None: they are.
         foretold: what slots keep of their drafts' chances, where they share rows.
         prompt_rows: those that are no decoding slot's, at most; None: all but `rows` for each of those.
@@ -52,7 +52,7 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         layout: kernels.Rows,
         rows: int,
         window_pages: kernels.Pages | None = None,
-        moves: Sequence[tuple[kernels.PathMoves, kernels.Pages]] = (),
+        moves: kernels.PathMoves | None = None,
         reports: Tensor | None = None,
         foretold: kernels.Foretold | None = None,
         prompt_rows: int | None = None,
@@ -71,6 +71,7 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         own_rows = len(layout.row_segment) - len(layout.decoding) * rows
         self._prompt_rows = own_rows if prompt_rows is None else prompt_rows
         self._cuda_states = states
+        self._taps: tuple[Tensor, ...] = ()  # [N, H] of the rows, once they are known
         self._accepted: kernels.AcceptedPaths | None = None  # of trees, once they are known
         self._blocks: kernels.Blocks | None = None  # that are drafted, once they are divided
 
@@ -204,7 +205,8 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         return Acceptance(accepted, committed, target_ids[0, index])
 
     def _accepted_paths(self, target_ids: Tensor, imposed: Tensor | None = None) -> Acceptance[Tensor]:
-        found = self._accepted = kernels.accept_paths(self._layout, target_ids[0], imposed)
+        rest = self._taps, self._moves
+        found = self._accepted = kernels.accept_paths(self._layout, target_ids[0], imposed, *rest)
         return Acceptance(found.accepted, found.committed, found.bonus, found.next_start, found.path)
 
     # -- trees of drafts ---------------------------------------------------------------------------------------------
@@ -235,16 +237,17 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         is_choice = x.dtype == torch.int32 and x.dim() == 2
         return x if self._accepted is None or not is_choice else self._accepted.choices[None]
 
+    def announce_taps(self, taps: Sequence[Tensor]) -> None:
+        self._taps = tuple(tap[0] for tap in taps)
+
     def final_rows(self, taps: Sequence[Tensor], verdict: Acceptance[Tensor]) -> Tensor:
         if self._accepted is None:
             return super().final_rows(taps, verdict)
-        return kernels.join_rows([tap[0] for tap in taps], self._accepted.row_order)[None]
+        assert self._accepted.joined is not None, "no taps were announced"
+        return self._accepted.joined[None]
 
     def move_kv(self, layers: Sequence[AttentionLayer], start: Tensor, verdict: Acceptance[Tensor]) -> None:
-        """Moves the rows of all the target's layers: they are the same at every step."""
-        assert verdict.path is not None
-        for move, pages in self._moves:
-            move(pages, self._decoding, verdict.path[: len(self._decoding)])
+        """Does nothing: the launch that accepts has moved the rows of all the target's layers."""
 
     def slots(self, start: Tensor) -> Tensor:
         return self._layout.segments[:, 0]

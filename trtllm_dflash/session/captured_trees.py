@@ -12,12 +12,10 @@ Tensor = torch.Tensor
 
 def path_moves(
     caches: Mapping[str, Tensor], windowed: Collection[str], pages: kernels.Pages, window_pages: kernels.Pages
-) -> list[tuple[kernels.PathMoves, kernels.Pages]]:
-    """Makes the moves of trees' paths in the target's caches, and of those whose pages are others."""
-    moves = []
-    for has_window, of in ((False, pages), (True, window_pages)):
-        named = caches.items()
-        moved = [x for name, x in named if (name in windowed) == has_window and not name.startswith(PREFIX)]
-        if moved:
-            moves.append((kernels.PathMoves(moved), of))
-    return moves
+) -> kernels.PathMoves:
+    """Makes the moves of trees' paths in the target's caches, and in those whose pages are others."""
+    own: dict[bool, list[Tensor]] = {False: [], True: []}
+    for name, cache in caches.items():
+        if not name.startswith(PREFIX):
+            own[name in windowed].append(cache)
+    return kernels.PathMoves(own[False], pages, own[True], window_pages)

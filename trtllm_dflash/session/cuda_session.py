@@ -115,7 +115,7 @@ class CudaSession(TorchSession):
         self._pages = self._page_tables(self._tables)
         self._window_pages = self._page_tables(self._window_tables) if self.paging.window else self._pages
         of_trees = self.caches, self._windowed, self._pages, self._window_pages
-        self._moves = path_moves(*of_trees) if config.draft_tree else []
+        self._moves = path_moves(*of_trees) if config.draft_tree else None
         self._captured_shares = CapturedShares.of(config, device) if is_ours else None
         self._sampling = [SlotSampling()] * config.max_batch  # what the device keeps of each slot
         self._constants: dict[tuple[int, int], Tensor] = {}
