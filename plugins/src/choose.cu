@@ -178,21 +178,6 @@ __device__ __forceinline__ uint64_t take_best(uint64_t held, Next next)
     return taken;
 }
 
-// The same of so many keys, in any order and no two the same but zeros.
-__device__ __forceinline__ uint64_t take_best_of(uint64_t const* keys, int count)
-{
-    auto const best_below = [&](uint64_t bound)
-    {
-        uint64_t best = 0;
-        for (int i = threadIdx.x % 32; i < count; i += 32)
-        {
-            best = keys[i] < bound ? max(best, keys[i]) : best;
-        }
-        return best;
-    };
-    return take_best(best_below(~uint64_t{0}), best_below);
-}
-
 // What a block finds of its part of a row.
 struct TopOfBlock
 {
@@ -202,9 +187,39 @@ struct TopOfBlock
     float maxima[kWarps];
     float sums[kWarps]; // of exponentials relative to the largest maximum
     int count;
-    uint64_t keys[kMost];
-    uint64_t best[DFLASH_TOP_COUNT];
+    alignas(16) uint64_t keys[kMost]; // no two the same but zeros, as for the next
+    alignas(16) uint64_t best[DFLASH_TOP_COUNT]; // in their order
     float2 sum; // what it is relative to, sum
+
+    // A thread's share of it before anything is found. By all threads of the block.
+    __device__ __forceinline__ void clear()
+    {
+        static_assert(kMost == kThreads);
+        keys[threadIdx.x] = 0;
+        if (threadIdx.x < DFLASH_TOP_COUNT)
+        {
+            best[threadIdx.x] = 0;
+        }
+        if (threadIdx.x == 0)
+        {
+            count = 0;
+        }
+    }
+
+    // Puts the best of so many keys in their places: each counts those before it. By all threads of the block.
+    __device__ __forceinline__ void take_best(int of_keys)
+    {
+        int const own = threadIdx.x;
+        if (own < of_keys && keys[own])
+        {
+            uint64_t const key = keys[own];
+            int const place = count_larger(keys, of_keys, key);
+            if (place < DFLASH_TOP_COUNT)
+            {
+                best[place] = key;
+            }
+        }
+    }
 
     // A number which as many of the block's reach as are asked for, and few more: of its warps' maxima that one. By all
     // lanes of a warp.
@@ -233,16 +248,19 @@ struct TopOfBlock
 };
 
 // A cluster a row, as for argmax, or one block. A block looks twice: for its warps' maxima, then for the few numbers
-// that reach the eighth of those. Where more do than are kept, for many are equal, each warp takes its best one by one.
-// The first block takes the best of all blocks'.
+// that reach the eighth of those, each of which counts those before it. Where more do than are kept, for many are
+// equal, each warp takes its best one by one. The first block takes the best of all blocks'.
 template <typename T, int kVector, int kBlocks>
 __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads)
     top_ids_kernel(dflash_top_ids_params const p)
 {
     constexpr int kCount = DFLASH_TOP_COUNT;
+    constexpr int kFound = kBlocks * kCount;
     __shared__ TopOfBlock found;
-    __shared__ uint64_t of_blocks[kBlocks * kCount]; // in the first block
-    begin();
+    __shared__ alignas(16) uint64_t of_blocks[kFound]; // in the first block
+    trigger();
+    found.clear();
+    wait();
     int64_t const row = blockIdx.y;
     int const lane = threadIdx.x % 32;
     int const warp = threadIdx.x / 32;
@@ -258,10 +276,6 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads)
     if (lane == 0)
     {
         found.maxima[warp] = top;
-    }
-    if (threadIdx.x == 0)
-    {
-        found.count = 0;
     }
     __syncthreads();
     float const bound = found.bound();
@@ -304,13 +318,9 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads)
         count = TopOfBlock::kWarps * kCount;
         __syncthreads();
     }
-    if (warp == 0)
+    found.take_best(count);
+    if (warp == TopOfBlock::kWarps - 1) // whose threads mostly have no key
     {
-        uint64_t const key = take_best_of(found.keys, count);
-        if (lane < kCount)
-        {
-            found.best[lane] = key;
-        }
         sum = lane < TopOfBlock::kWarps ? found.sums[lane] : 0.f;
 #pragma unroll
         for (int step = 16; step > 0; step /= 2)
@@ -323,25 +333,29 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kThreads)
         }
     }
     meet_cluster();
-    if (blockIdx.x == 0 && warp == 0)
+    if (blockIdx.x == 0)
     {
-        for (int i = lane; i < kBlocks * kCount; i += 32)
+        int const nth = threadIdx.x;
+        if (nth < kFound)
         {
-            of_blocks[i] = of_block(&found, i / kCount)->best[i % kCount];
+            of_blocks[nth] = of_block(&found, nth / kCount)->best[nth % kCount];
         }
-        __syncwarp();
-        uint64_t const key = kBlocks == 1 ? of_blocks[lane % kCount] : take_best_of(of_blocks, kBlocks * kCount);
-        float2 const all
-            = join_sums(lane < kBlocks ? of_block(&found, lane)->sum : float2{-INFINITY, 0.f});
-        float const total = all.x + logf(all.y);
-        if (lane < kCount)
+        __syncthreads();
+        if (warp * 32 < kFound)
         {
-            p.ids[row * kCount + lane] = static_cast<int32_t>(~static_cast<uint32_t>(key));
-            p.best[row * kCount + lane] = value_of(key) - (p.normalized ? total : 0.f);
-        }
-        if (lane == 0)
-        {
-            p.total[row] = total;
+            float2 const all = join_sums(lane < kBlocks ? of_block(&found, lane)->sum : float2{-INFINITY, 0.f});
+            float const total = all.x + logf(all.y);
+            uint64_t const key = nth < kFound ? of_blocks[nth] : 0;
+            int const place = kBlocks == 1 ? nth : count_larger(of_blocks, kFound, key);
+            if (place < kCount)
+            {
+                p.ids[row * kCount + place] = static_cast<int32_t>(~static_cast<uint32_t>(key));
+                p.best[row * kCount + place] = value_of(key) - (p.normalized ? total : 0.f);
+            }
+            if (nth == 0)
+            {
+                p.total[row] = total;
+            }
         }
     }
     meet_cluster(); // no block may leave while its shared memory is read

@@ -1,4 +1,5 @@
-// Logits with their tokens as single numbers, in the order in which tokens are preferred.
+// Numbers with their places as single numbers, in the order in which they are preferred: logits of tokens, scores of
+// nodes.
 #pragma once
 
 #include <cstdint>
@@ -28,6 +29,29 @@ __device__ __forceinline__ uint64_t warp_best(uint64_t key)
         key = max(key, __shfl_xor_sync(0xffffffffu, key, step));
     }
     return key;
+}
+
+constexpr int kKeysTogether = 8;
+
+__device__ __forceinline__ int whole_keys(int count)
+{
+    return (count + kKeysTogether - 1) / kKeysTogether * kKeysTogether;
+}
+
+// How many of the keys are larger. They begin at a multiple of 16 bytes, and are zeros up to whole_keys(count), or what
+// is to be counted too.
+__device__ __forceinline__ int count_larger(uint64_t const* keys, int count, uint64_t key)
+{
+    int larger = 0;
+    for (int first = 0; first < count; first += kKeysTogether)
+    {
+#pragma unroll
+        for (int i = 0; i < kKeysTogether; ++i)
+        {
+            larger += keys[first + i] > key ? 1 : 0;
+        }
+    }
+    return larger;
 }
 
 } // namespace dflash
