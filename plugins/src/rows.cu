@@ -11,6 +11,8 @@ namespace
 {
 
 constexpr int kMostThreads = 1024;
+constexpr int kEndThreads = 64; // of each of the things that are kept
+
 // How many rows, logits and cuts there are before something.
 struct Count
 {
@@ -253,44 +255,71 @@ __global__ void __launch_bounds__(kMostThreads) begin_rows_kernel(dflash_begin_r
     write_cuts(p, layout);
 }
 
-// One warp a segment.
-__global__ void end_rows_kernel(dflash_end_rows_params const p)
+// What end_rows writes of a segment, each by threads of its own: none waits for what another reads.
+enum class Kept
+{
+    kDecided,
+    kRanks,
+    kTokens,
+    kParents,
+    kCount
+};
+
+// One block a segment.
+__global__ void __launch_bounds__(kEndThreads* static_cast<int>(Kept::kCount))
+    end_rows_kernel(dflash_end_rows_params const p)
 {
     begin();
     int const index = blockIdx.x;
+    int const nth = threadIdx.x % kEndThreads;
     int4 const segment = reinterpret_cast<int4 const*>(p.segments)[index]; // slot, start, first row, count
     int const first = p.logit_first[index];
     int const logits = p.logit_first[index + 1] - first;
     int32_t* const decided = p.decided + int64_t{index} * (1 + p.width + p.depths);
-    for (int i = threadIdx.x; i < p.width; i += blockDim.x)
+    int64_t const from = int64_t{index} * p.next_rows;
+    int64_t const to = int64_t{segment.x} * p.block;
+    bool const is_kept = segment.w > 0;
+    switch (static_cast<Kept>(threadIdx.x / kEndThreads))
     {
-        decided[1 + i] = i < logits ? p.target_ids[first + i] : 0;
-    }
-    for (int i = threadIdx.x; i < p.depths; i += blockDim.x)
-    {
-        decided[1 + p.width + i] = i + 1 < logits ? p.ranks[first + i + 1] : 0;
-    }
-    if (threadIdx.x == 0)
-    {
-        decided[0] = p.accepted[index];
-    }
-    if (segment.w <= 0)
-    {
-        return;
-    }
-    for (int i = threadIdx.x; i < p.next_rows; i += blockDim.x)
-    {
-        int64_t const from = int64_t{index} * p.next_rows + i;
-        int64_t const to = int64_t{segment.x} * p.block + i;
-        p.tokens[to] = p.next_tokens[from];
-        if (p.parents)
+    case Kept::kDecided:
+        for (int i = nth; i < p.width; i += kEndThreads)
         {
-            p.parents[to] = p.next_parents ? p.next_parents[from] : i - 1;
+            decided[1 + i] = i < logits ? p.target_ids[first + i] : 0;
         }
-    }
-    if (threadIdx.x == 0)
-    {
-        p.kept_start[segment.x] = min(p.next_start[index], p.last_start);
+        break;
+    case Kept::kRanks:
+        if (nth == 0)
+        {
+            decided[0] = p.accepted[index];
+        }
+        for (int i = nth; i < p.depths; i += kEndThreads)
+        {
+            decided[1 + p.width + i] = i + 1 < logits ? p.ranks[first + i + 1] : 0;
+        }
+        break;
+    case Kept::kTokens:
+        for (int i = nth; i < p.next_rows; i += kEndThreads)
+        {
+            int const token = p.next_tokens[from + i];
+            if (is_kept)
+            {
+                p.tokens[to + i] = token;
+            }
+        }
+        break;
+    default:
+        if (nth == 0 && is_kept)
+        {
+            p.kept_start[segment.x] = min(p.next_start[index], p.last_start);
+        }
+        for (int i = nth; p.parents && i < p.next_rows; i += kEndThreads)
+        {
+            int const parent = p.next_parents ? p.next_parents[from + i] : i - 1;
+            if (is_kept)
+            {
+                p.parents[to + i] = parent;
+            }
+        }
     }
 }
 
@@ -324,5 +353,6 @@ extern "C" cudaError_t dflash_end_rows(dflash_end_rows_params const* p, cudaStre
     {
         return cudaSuccess;
     }
-    return dflash::launch_kernel(dflash::end_rows_kernel, dim3(p->segment_count), 32, 0, stream, *p);
+    int const threads = dflash::kEndThreads * static_cast<int>(dflash::Kept::kCount);
+    return dflash::launch_kernel(dflash::end_rows_kernel, dim3(p->segment_count), threads, 0, stream, *p);
 }
