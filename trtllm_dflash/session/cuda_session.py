@@ -14,6 +14,7 @@ import logging
 import time
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -123,7 +124,7 @@ class CudaSession(TorchSession):
         self._own_stream = torch.cuda.Stream(device)
         self._own_stream.wait_stream(torch.cuda.current_stream(device))
 
-    @property
+    @cached_property
     def choice(self) -> Choice:
         device = torch.cuda.get_device_name(self.device)
         if self._parts is None:
@@ -221,7 +222,7 @@ class CudaSession(TorchSession):
 
     # -- flat rows ---------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def limits(self) -> StepLimits:
         limits = super().limits
         # No more than the largest steps are captured for.
