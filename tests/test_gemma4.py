@@ -78,7 +78,8 @@ def transformers_model(path: Path) -> torch.nn.Module:
 
 
 def gemma_pair(folder: Path, **values: Any) -> tuple[Path, Path]:
-    few: dict[str, Any] = {"num_experts": 4, "top_k_experts": 2} if values.get("experts") else {}
+    is_free = values.get("experts") and "top_k_experts" not in values
+    few: dict[str, Any] = {"num_experts": 4, "top_k_experts": 2} if is_free else {}
     target = make_gemma4(folder / "target", vocab_size=16, **few, **values)
     # So small that a drafter, which knows nothing, does not draft the mask alone: what it embeds is scaled, too.
     name = "model.language_model.embed_tokens.weight"

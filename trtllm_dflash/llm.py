@@ -220,8 +220,9 @@ class LLM:
         self._turn = object()
         for sequence in sequences:
             scheduler.submit(sequence)
-        while scheduler.busy:
-            scheduler.step()
+        for sequence in sequences:
+            while not sequence.done:  # what was launched ahead of its end nobody waits for
+                scheduler.step()
         return [sequence.completion() for sequence in sequences]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, draft: bool = True) -> Iterator[TextChunk]:
