@@ -27,10 +27,14 @@ namespace dflash
 namespace
 {
 
+// A (slot, head) of no more tiles is not worth dividing: its parts would take longer to combine.
+constexpr int kWholeTiles = 4;
+
 struct Plan
 {
     Work work;
     bool is_sm90;
+    bool divides; // whether any (slot, head) may be divided
     bool shares_tiles; // on Hopper: warpgroups have rows of their own
     int blocks; // beside each other, that take the ranges
     int warps_m;
@@ -123,6 +127,12 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
         w.least_units = 1;
     }
     int64_t const tiles = (p.cache_rows + kTile - 1) / kTile, runs = int64_t{p.slots} * p.kv_heads;
+    int const keys = p.window + p.rows - 1; // that rows in a window see, wherever its first one lies in a tile
+    int const window_tiles = p.window > 0 ? std::max(keys - 2, 0) / kTile + 2 : kWholeTiles + 1;
+    bool const is_whole = window_tiles <= kWholeTiles && !p.is_exact;
+    w.least_units = is_whole ? std::max(w.least_units, window_tiles) : w.least_units;
+    // Zeros of idle slots are written where parts are combined; flat rows have none.
+    plan.divides = !is_whole || runs > blocks || !p.segments || p.block > 0;
     w.row_tiles = w.row_blocks * (plan.m / 16);
     w.most_cuts = static_cast<int>((tiles + kCutTiles - 1) / kCutTiles);
     int64_t const most = runs * (p.is_exact ? w.most_cuts + 1 : tiles); // a range for tails
@@ -259,7 +269,7 @@ cudaError_t launch(Plan const& plan, cudaStream_t stream)
     Work const& w = plan.work;
     cudaError_t const error
         = w.p.key_scale ? launch_attend<T, E4M3, D>(plan, stream) : launch_attend<T, T, D>(plan, stream);
-    if (error != cudaSuccess)
+    if (error != cudaSuccess || !plan.divides)
     {
         return error;
     }
