@@ -14,33 +14,35 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import torch
+
 from trtllm_dflash.bench.machine import machine, versions
+from trtllm_dflash.cost.shapes import shape_config
 from trtllm_dflash.engine.paging import Paging
 from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength
 from trtllm_dflash.runtime.request import SamplingParams, Sequence
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.session.calls import Prepare, Step
 from trtllm_dflash.session.limits import StepLimits
-from trtllm_dflash.session.session import Session
+from trtllm_dflash.session.session import Outcome, Session
 
-BLOCK, LENGTH, PAGE_ROWS = 16, 4096, 64
+LENGTH, PAGE_ROWS, NODES = 4096, 64, 15
 ACCEPTED = (0, 1, 3, 5, 7, 9, 15)
 
 
 class Answers:
     """A session whose outcomes are there before it is asked: any tokens, of any number."""
 
-    def __init__(self, slots: int) -> None:
-        self.config = SimpleNamespace(
-            block_size=BLOCK, max_batch=slots, max_seq_len=LENGTH, drafter=object(), sampling=True
-        )
-        width = -(-(LENGTH + 2 * BLOCK) // PAGE_ROWS)
+    def __init__(self, slots: int, tree: int) -> None:
+        asked: dict[str, Any] = {"precision": "bf16", "tp": 1, "max_batch": slots, "max_seq_len": LENGTH, "chunk": 512}
+        self.config = shape_config("qwen3-8b", **asked).model_copy(update={"draft_tree": tree})
+        width = -(-self.config.cache_length // PAGE_ROWS)
         self.limits = StepLimits(pieces=8, prompt_rows=8192, mixes=True)
         self.paging = Paging(slots * width, PAGE_ROWS, width)
         self.choice = SimpleNamespace(labels={})
         self.ahead = 1
         chance = random.Random(0)
-        self._answers = [[[7] * (1 + chance.choice(ACCEPTED)) for _ in range(slots)] for _ in range(50)]
+        self._accepted = [[chance.choice(ACCEPTED) for _ in range(slots)] for _ in range(50)]
         self._count = 0
 
     def prepare(self, call: Prepare) -> None:
@@ -49,20 +51,22 @@ class Answers:
     def prompt_room(self, step: Step, pieces: list[int]) -> int:
         return sum(pieces)
 
-    def run(self, step: Step) -> Any:
-        """Answers with as many tokens as a step may give."""
+    def run(self, step: Step) -> Outcome:
+        """Answers with as many tokens as a step may give; of trees with ranks, as a captured step does."""
         self._count += 1
-        answer = self._answers[self._count % len(self._answers)]
-        drafted = [ids[:rows] for ids, (_, rows) in zip(answer, step.decode, strict=False)]
-        tokens = drafted + [[7] for _ in step.pieces]
-        return SimpleNamespace(read=lambda: tokens)
+        most = max((rows for _, rows in step.decode), default=1)
+        drawn = self._accepted[self._count % len(self._accepted)]
+        accepted = [min(count, rows - 1) for count, (_, rows) in zip(drawn, step.decode, strict=False)]
+        ranks = most - 1 if self.config.draft_tree else 0
+        decided = [[count] + [7] * most + [1] * ranks for count in accepted + [0] * len(step.pieces)]
+        return Outcome(torch.tensor(decided, dtype=torch.int32), first_rank=1 + most if ranks else 0)
 
 
-def times(slots: int, draft: bool, rounds: int) -> list[float]:
+def times(slots: int, draft: bool, tree: int, rounds: int) -> list[float]:
     """Seconds of this thread in each step of so many running sequences, without the session's own."""
     chance = random.Random(1)
-    session = Answers(slots)
-    known = {(count, drafts): 1.0 for count in (1, slots) for drafts in (0, BLOCK - 1)}
+    session = Answers(slots, tree)
+    known = {(count, drafts): 1.0 for count in (1, slots) for drafts in (0, session.config.block_size - 1)}
     scheduler = Scheduler(cast(Session, session), draft, AdaptiveDraftLength(known))
     for _ in range(slots):
         prompt = [chance.randrange(1000) for _ in range(256)]
@@ -74,7 +78,7 @@ def times(slots: int, draft: bool, rounds: int) -> list[float]:
     run = session.run
     inside = 0.0
 
-    def timed(step: Step) -> Any:
+    def timed(step: Step) -> Outcome:
         nonlocal inside
         begin = time.thread_time()
         outcome = run(step)
@@ -100,12 +104,12 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = []
     for slots in arguments.slots:
-        for draft in (True, False):
-            seconds = times(slots, draft, arguments.rounds)
+        for way, draft, tree in (("chain", True, 0), ("tree", True, NODES), ("plain", False, 0)):
+            seconds = times(slots, draft, tree, arguments.rounds)
             median, mean = statistics.median(seconds), statistics.fmean(seconds)
             row = {
                 "slots": slots,
-                "drafted": draft,
+                "way": way,
                 "median_us": round(1e6 * median, 1),
                 "mean_us": round(1e6 * mean, 1),
             }

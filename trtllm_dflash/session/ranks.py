@@ -73,6 +73,13 @@ class World:
         handle = listener.detach()
         return TCPStore(_LOOPBACK, port, self.size, is_master=True, wait_for_workers=False, master_listen_fd=handle)
 
+    def _leave(self, store: TCPStore) -> None:
+        """Leaves MPI once all ranks know the port: what one has given to MPI may be sent only while it calls MPI."""
+        store.add("arrived", 1)
+        while store.add("arrived", 0) < self.size:
+            self._mpi.Iprobe()
+            time.sleep(_PAUSE)
+
     def connect(self, device: torch.device) -> Communicator:
         """Joins the ranks for computing: gloo on CPU, NCCL on GPUs. All of them are on this host."""
         if self.size == 1:
@@ -83,6 +90,7 @@ class World:
         server = self._open_store() if self.rank == 0 else None
         port = self._mpi.bcast(server.port if server else None)
         store = server or TCPStore(_LOOPBACK, port, self.size, is_master=False)
+        self._leave(store)
         if device.type == "cuda":
             dist.init_process_group("nccl", store=store, rank=self.rank, world_size=self.size)
         else:

@@ -1,0 +1,53 @@
+"""The ranks of an engine, while MPI brings them together."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import torch
+
+from tests.waiting import PATIENCE
+from trtllm_dflash.session import ranks
+from trtllm_dflash.session.ranks import World
+
+RANKS = 3
+
+
+class Lazy:
+    """An MPI that sends what a rank has given it while that rank calls it, as it may: rank 1 hands on to rank 2."""
+
+    def __init__(self) -> None:
+        self.told = [threading.Event() for _ in range(RANKS)]
+        self.port: int | None = None
+        self.told[0].set()
+
+    def of(self, rank: int) -> SimpleNamespace:
+        def bcast(port):
+            if rank == 0:
+                self.port = port
+            assert self.told[rank].wait(PATIENCE), f"rank {rank} was told nothing"
+            return self.port
+
+        def look():
+            if rank + 1 < RANKS:
+                self.told[rank + 1].set()
+
+        return SimpleNamespace(bcast=bcast, Iprobe=look)
+
+
+def test_no_rank_leaves_mpi_before_all_have_been_told(monkeypatch):
+    """What follows waits for the other ranks, and no longer calls MPI."""
+    together = threading.Barrier(RANKS)
+    monkeypatch.setattr(ranks.dist, "init_process_group", lambda *_, **__: together.wait(PATIENCE))
+    monkeypatch.setattr(ranks.dist, "group", SimpleNamespace(WORLD=object()))
+    monkeypatch.setattr(ranks, "TorchDistributed", lambda group: group)
+    monkeypatch.setattr(ranks.torch, "set_num_threads", lambda _: None)
+    mpi, worlds = Lazy(), []
+    for rank in range(RANKS):
+        world = World(1)
+        world.rank, world.size, world._mpi = rank, RANKS, mpi.of(rank)
+        worlds.append(world)
+    with ThreadPoolExecutor(RANKS) as pool:
+        joined = [pool.submit(world.connect, torch.device("cpu")) for world in worlds]
+        for each in joined:
+            each.result(timeout=2 * PATIENCE)
