@@ -43,6 +43,7 @@ class Totals:
         totals = {name: cls() for name in ways}
         for turn, prompt in enumerate(prompts):
             for name, llm in list(ways.items())[:: -1 if turn % 2 else 1]:
+                torch.cuda.synchronize()  # a step that was launched ahead of the other's end may still run
                 begin = time.perf_counter()
                 (reply,) = llm.generate([prompt], params)
                 total = totals[name]
