@@ -82,7 +82,7 @@ class Outcome:
 
     def read(self) -> list[list[int]]:
         """Reads the tokens that became final, by slot of the call: the target's choices up to the first wrong draft."""
-        tokens = [ids[: accepted + 1] for accepted, *ids in self.read_whole()]
+        tokens = [row[1 : row[0] + 2] for row in self.read_whole()]
         return tokens if self._places is None else [tokens[place] for place in self._places]
 
     def read_whole(self) -> list[list[int]]:
