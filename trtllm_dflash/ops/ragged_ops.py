@@ -220,8 +220,8 @@ class RaggedOps(TorchOps):
             self._layout.segments, self._layout.split(queries), self._layout.split(rows), strict=True
         ):
             self._write_rows(name, segment.pages, segment.start, new[0])
-            keys = self._rows(name, segment.pages, segment.start + segment.count, q.dtype)
             length = segment.start + segment.count
+            keys = self._rows(name, segment.pages, length, q.dtype)
             out.append(self._attend_rows(own[0], keys, keys[..., : layer.rank], length, True, scale=layer.scale))
         return self._risen(layer, torch.cat(out)[None])
 
