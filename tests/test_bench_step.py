@@ -14,6 +14,7 @@ from trtllm_dflash.cost import rates
 from trtllm_dflash.cost.acceptance import TREE_GAINS, ImposedAcceptance
 from trtllm_dflash.cost.floor import Work, floor_seconds, step_work
 from trtllm_dflash.cost.gpus import Rates
+from trtllm_dflash.cost.memory import weight_bytes
 from trtllm_dflash.cost.shapes import SHAPES, shape_config
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.step import Drafting
@@ -260,6 +261,19 @@ def test_a_shape_with_a_lighter_drafter_runs(tmp_path):
     assert "drafter in fp8, 128 tokens drafted" in text
     drafter = json.loads((tmp_path / "step.json").read_text())["drafter"]
     assert (drafter["linear_precision"], drafter["draft_vocab_size"]) == ("fp8", 128)
+
+
+def test_a_shape_is_timed_as_its_fp8_checkpoint_is_published(tmp_path):
+    blocks = ("--precision", "fp8-blocks")
+    assert "fp8-blocks (the rest fp32)" in succeeds("bench", "step", *QUICK, "--batch", 1, "--rows", 8, *blocks)
+    limits = {"precision": "bf16", "tp": 1, "max_batch": 1, "max_seq_len": 64, "chunk": 8}
+    gigabytes = [
+        weight_bytes(shape_config("qwen3-coder-next", target_precision=precision, **limits)) / 1e9
+        for precision in (None, "fp8", "fp8-blocks")
+    ]
+    assert gigabytes == pytest.approx([160, 159, 83], abs=1)  # `build --precision fp8` leaves experts as they are
+    refused = refusal("bench", "step", "--shape", "gpt-oss-20b", *blocks)
+    assert "--precision fp8-blocks: gpt-oss-20b is published in other few bits; leave it out" in refused
 
 
 def test_ctrl_c_shows_what_is_finished(monkeypatch, tmp_path):

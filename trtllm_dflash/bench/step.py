@@ -62,7 +62,7 @@ class StepBenchSettings(BaseModel):
 
     engine: Path | None = None
     shape: str | None = None
-    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] | None = None
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp8-blocks"] | None = None
     tp: PositiveInt | None = None
     layers: PositiveInt | None = None  # of the target
     drafter_precision: Literal["fp8"] | None = None

@@ -25,7 +25,11 @@ def bench() -> None:
 @bench.command("step")
 @click.option("--engine", type=click.Path(path_type=Path), help="Engine directory.")
 @click.option("--shape", help="Random weights of a model's shape instead: qwen3-8b, llama-3.1-8b, tiny, ...")
-@click.option("--precision", help="--shape: auto, fp32, bf16, fp16 or fp8; auto is bf16 with a GPU, fp32 without.")
+@click.option(
+    "--precision",
+    help="--shape: auto (bf16 with a GPU, fp32 without), fp32, bf16, fp16, fp8 (as `build` rounds to it) or "
+    "fp8-blocks (as FP8 checkpoints are published: experts too).",
+)
 @click.option("--tp", type=int, help="--shape: tensor-parallel ranks.  [default: 1]")
 @click.option("--layers", type=int, help="--shape: layers of the target, for a smaller try.  [default: the shape's]")
 @click.option("--drafter-precision", help="--shape: fp8: of the drafter's matrices.  [default: the target's]")

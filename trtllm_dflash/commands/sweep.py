@@ -68,7 +68,7 @@ _LATER = "pip install 'trtllm-dflash[sweep]', here or where you run: trtllm-dfla
 @click.option("--draft-tree", metavar="auto|off|N", help="In this process: nodes of a tree.  [default: auto]")
 @click.option("--prompt-tokens", type=int, help="In this process: prompts of so many random tokens.")
 @click.option("--simulate-acceptance", type=float, help="In this process: tokens a step to impose on the whole block.")
-@click.option("--precision", help="--shape: auto, fp32, bf16, fp16 or fp8.")
+@click.option("--precision", help="--shape: auto, fp32, bf16, fp16, fp8 or fp8-blocks.")
 @click.option("--tp", type=int, help="--shape: tensor-parallel ranks.  [default: 1]")
 @click.option("--layers", type=int, help="--shape: layers of the target, for a smaller try.")
 @click.option("--drafter-precision", help="--shape: fp8: of the drafter's matrices.")

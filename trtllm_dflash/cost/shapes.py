@@ -39,9 +39,9 @@ def find_shape(name: str) -> Shape:
 
 def asked_precision(precision: str | None, device: torch.device) -> dict[str, Any]:
     """Turns the flag `--precision` into `shape_config`'s `precision` and `target_precision`, on a device."""
-    if precision in (None, "auto", "fp8"):
+    if precision in (None, "auto", "fp8", "fp8-blocks"):
         own = "bf16" if device.type == "cuda" else "fp32"
-        return {"precision": own, "target_precision": "fp8" if precision == "fp8" else None}
+        return {"precision": own, "target_precision": precision if precision in ("fp8", "fp8-blocks") else None}
     return {"precision": precision, "target_precision": None}
 
 
@@ -50,7 +50,7 @@ def shape_config(
     *,
     layers: int | None = None,
     draft_vocab: int | None = None,
-    target_precision: Literal["fp8"] | None = None,
+    target_precision: Literal["fp8", "fp8-blocks"] | None = None,
     drafter_precision: Literal["fp8"] | None = None,
     **settings: Any,
 ) -> EngineConfig:
@@ -58,15 +58,18 @@ def shape_config(
 
     Args:
         layers: of the target, where not the shape's.
-        draft_vocab, drafter_precision: as the flags of `trtllm-dflash build`; target_precision: its `--precision`.
+        draft_vocab, drafter_precision: as the flags of `trtllm-dflash build`.
+        target_precision: fp8: as `build --precision fp8` rounds it; fp8-blocks: as FP8 checkpoints are published.
         settings: what `EngineConfig` needs besides the models: precision, tp, max_batch, max_seq_len, chunk.
 
     Raises:
         SettingsError: the shape is not known, or a setting does not fit it.
     """
     target, drafter = shape_models(name, layers)
-    if target_precision is not None:
+    if target_precision == "fp8":
         target = target.model_copy(update=rounded_to_fp8(target_weights(target)))
+    elif target_precision == "fp8-blocks":
+        target = _in_blocks(name, target)
     precision = None if drafter_precision is None else WeightPrecision(drafter_precision)
     lighter = {"linear_precision": precision, "draft_vocab_size": draft_vocab}
     drafter = drafter.model_copy(update=lighter)
@@ -102,10 +105,26 @@ def _as_stored(raw: dict[str, Any], target: DecoderConfig) -> DecoderConfig:
     if "config_groups" in (raw.get("text_config") or {}).get("quantization_config", {}):  # Kimi-K2.5's experts
         plain = tuple(weight.linear for weight in _matrices(target) if weight.stack is None)
         return target.model_copy(update={"linear_precision": WeightPrecision.INT4, "plain_linears": plain})
-    if "weight_block_size" in raw.get("quantization_config", {}):  # all projections of MiniMax-M2.x
-        plain = tuple(weight.linear for weight in _matrices(target) if not weight.linear.endswith("_proj"))
-        return target.model_copy(update={"linear_precision": WeightPrecision.FP8_BLOCKS, "plain_linears": plain})
+    if "weight_block_size" in raw.get("quantization_config", {}):  # MiniMax-M2.x
+        return _with_blocks(target)
     return target
+
+
+def _in_blocks(name: str, target: DecoderConfig) -> DecoderConfig:
+    """Gives a target the precision of a published FP8 checkpoint.
+
+    Raises:
+        SettingsError: its own checkpoint has other few bits.
+    """
+    if target.linear_precision not in (None, WeightPrecision.FP8_BLOCKS) or (target.moe and target.moe.mxfp4):
+        raise SettingsError(f"--precision fp8-blocks: {name} is published in other few bits; leave it out")
+    return _with_blocks(target)
+
+
+def _with_blocks(target: DecoderConfig) -> DecoderConfig:
+    """Has all projections of a target, experts' too, in FP8 with a scale for each 128 by 128."""
+    plain = tuple(weight.linear for weight in _matrices(target) if not weight.linear.endswith("_proj"))
+    return target.model_copy(update={"linear_precision": WeightPrecision.FP8_BLOCKS, "plain_linears": plain})
 
 
 def _matrices(target: DecoderConfig) -> list[Weight]:

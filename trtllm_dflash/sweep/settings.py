@@ -92,7 +92,7 @@ class SweepSettings(BaseModel):
     kernels: Kernels | None = None
     draft_length: DraftLengthChoice = "auto"
     draft_tree: DraftTreeChoice | None = None
-    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] | None = None
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp8-blocks"] | None = None
     tp: PositiveInt | None = None
     layers: PositiveInt | None = None
     drafter_precision: Literal["fp8"] | None = None
