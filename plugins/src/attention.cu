@@ -127,8 +127,9 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
         w.least_units = 1;
     }
     int64_t const tiles = (p.cache_rows + kTile - 1) / kTile, runs = int64_t{p.slots} * p.kv_heads;
-    int const keys = p.window + p.rows - 1; // that rows in a window see, wherever its first one lies in a tile
-    int const window_tiles = p.window > 0 ? std::max(keys - 2, 0) / kTile + 2 : kWholeTiles + 1;
+    int64_t const keys = int64_t{p.window} + p.rows - 1; // that rows in a window see, wherever it begins in a tile
+    bool const is_short = p.window > 0 && keys <= kWholeTiles * kTile;
+    int const window_tiles = is_short ? static_cast<int>(std::max<int64_t>(keys - 2, 0)) / kTile + 2 : kWholeTiles + 1;
     bool const is_whole = window_tiles <= kWholeTiles && !p.is_exact;
     w.least_units = is_whole ? std::max(w.least_units, window_tiles) : w.least_units;
     // Zeros of idle slots are written where parts are combined; flat rows have none.

@@ -130,6 +130,7 @@ CUTS = [
 ]
 LONG = [
     Ragged(torch.bfloat16, [(30000, 16), (0, 0), (5, 3), (20000, 16)], 16, 4, 128, 64),
+    Ragged(torch.bfloat16, [(30000, 16), (0, 0), (5, 3), (20000, 16)], 16, 4, 128, 64, window=2**31 - 1),
     Ragged(torch.bfloat16, [(30000, 16), (0, 0), (5, 3), (20000, 16)], 16, 4, 128, 128, fp8=True),
     Ragged(torch.float16, [(31000, 1)], 1, 8, 64, 128, kv_heads=1),
     Ragged(torch.bfloat16, [(9000, 16), (100, 7)], 16, 4, 128, 128, causal=False, block=16),
