@@ -1,5 +1,6 @@
 // Acceptance of drafts that are trees: the path that is accepted, and where its taps, keys and values go.
 #include "dflash_kernels.h"
+#include "element.cuh"
 #include "launch.cuh"
 
 namespace dflash
@@ -227,10 +228,26 @@ __device__ __forceinline__ void join_row(dflash_accept_tree_params const& p, int
     int const vectors = p.size / 8; // of a tap's row
     auto const* from = static_cast<int4 const*>(p.taps[nth]) + int64_t{from_row} * vectors;
     auto* to = static_cast<int4*>(p.joined) + (int64_t{row} * p.tap_count + nth) * vectors;
-#pragma unroll 4
-    for (int at = threadIdx.x; at < vectors; at += kThreads)
+    constexpr int kAtOnce = 4; // on their way
+    for (int first = threadIdx.x; first < vectors; first += kAtOnce * kThreads)
     {
-        to[at] = __ldg(from + at); // of which none is written here: several are on their way
+        int4 held[kAtOnce] = {};
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+        {
+            if (int const at = first + i * kThreads; at < vectors)
+            {
+                held[i] = load_new(from + at);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+        {
+            if (int const at = first + i * kThreads; at < vectors)
+            {
+                to[at] = held[i];
+            }
+        }
     }
 }
 
