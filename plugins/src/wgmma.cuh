@@ -227,6 +227,17 @@ __device__ __forceinline__ void multiply_add_rows(float (&c)[kTiles][4], uint32_
     }
 }
 
+#define DFLASH_REGISTERS_12 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11}"
+#define DFLASH_REGISTERS_20 "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19}"
+#define DFLASH_REGISTERS_28                                                                                            \
+    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27}"
+#define DFLASH_REGISTERS_40                                                                                            \
+    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"      \
+    "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39}"
+#define DFLASH_REGISTERS_56                                                                                            \
+    "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,"      \
+    "%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,"         \
+    "%55}"
 #define DFLASH_REGISTERS_48                                                                                            \
     "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,"          \
     "%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47}"
@@ -244,79 +255,86 @@ __device__ __forceinline__ void multiply_add_rows(float (&c)[kTiles][4], uint32_
     "%126,%127}"
 
 // at_a, at_b: which operands of the instruction a and b are.
-#define DFLASH_MULTIPLY_BOTH(n, type, sums, at_a, at_b, ...)                                                           \
+#define DFLASH_MULTIPLY_TYPE(n, type, sums, at_a, at_b, ...)                                                           \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " " sums ", %" #at_a ", %" #at_b      \
                  ", 1, 1, 1, 0, 0;"                                                                                    \
         : __VA_ARGS__                                                                                                  \
         : "l"(a), "l"(b)                                                                                               \
         : "memory")
+#define DFLASH_MULTIPLY_BOTH(n, sums, at_a, at_b, ...)                                                                 \
+    if constexpr (std::is_same_v<T, __half>)                                                                           \
+        DFLASH_MULTIPLY_TYPE(n, "f16", sums, at_a, at_b, __VA_ARGS__);                                                 \
+    else                                                                                                               \
+        DFLASH_MULTIPLY_TYPE(n, "bf16", sums, at_a, at_b, __VA_ARGS__)
 
-// c [64, 8 kTiles] += a [64, 16] b [8 kTiles, 16]^T, by as few instructions as there are for so many columns.
+// c [64, 8 kTiles] += a [64, 16] b [8 kTiles, 16]^T, by as few instructions as there are for so many columns: each
+// reads a anew.
 template <typename T, int kTiles>
 __device__ __forceinline__ void multiply_add_columns(float (*c)[4], uint64_t a, uint64_t b)
 {
-    static_assert(kTiles % 2 == 0);
-    constexpr bool kIsHalf = std::is_same_v<T, __half>;
-    constexpr int kFirst = kTiles == 32 || kTiles == 24 || kTiles == 12 ? kTiles
-        : kTiles >= 16                                                  ? 16
-        : kTiles >= 8                                                   ? 8
-        : kTiles >= 4                                                   ? 4
-                                                                        : 2;
-    if constexpr (kFirst == 32 && kIsHalf)
+    static_assert(kTiles > 1);
+    constexpr bool kIsOne = kTiles == 32 || kTiles == 24 || kTiles == 14 || kTiles == 12 || kTiles == 10 || kTiles < 8;
+    constexpr int kFirst = kIsOne ? kTiles : kTiles >= 16 ? 16 : 8;
+    if constexpr (kFirst == 32)
     {
-        DFLASH_MULTIPLY_BOTH(256, "f16", DFLASH_REGISTERS_128, 128, 129, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
+        DFLASH_MULTIPLY_BOTH(256, DFLASH_REGISTERS_128, 128, 129, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
             DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12), DFLASH_FRAGMENTS(c, 16), DFLASH_FRAGMENTS(c, 20),
             DFLASH_FRAGMENTS(c, 24), DFLASH_FRAGMENTS(c, 28));
     }
-    else if constexpr (kFirst == 32)
-    {
-        DFLASH_MULTIPLY_BOTH(256, "bf16", DFLASH_REGISTERS_128, 128, 129, DFLASH_FRAGMENTS(c, 0),
-            DFLASH_FRAGMENTS(c, 4), DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12), DFLASH_FRAGMENTS(c, 16),
-            DFLASH_FRAGMENTS(c, 20), DFLASH_FRAGMENTS(c, 24), DFLASH_FRAGMENTS(c, 28));
-    }
-    else if constexpr (kFirst == 24 && kIsHalf)
-    {
-        DFLASH_MULTIPLY_BOTH(192, "f16", DFLASH_REGISTERS_96, 96, 97, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
-            DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12), DFLASH_FRAGMENTS(c, 16), DFLASH_FRAGMENTS(c, 20));
-    }
     else if constexpr (kFirst == 24)
     {
-        DFLASH_MULTIPLY_BOTH(192, "bf16", DFLASH_REGISTERS_96, 96, 97, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
+        DFLASH_MULTIPLY_BOTH(192, DFLASH_REGISTERS_96, 96, 97, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
             DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12), DFLASH_FRAGMENTS(c, 16), DFLASH_FRAGMENTS(c, 20));
     }
-    else if constexpr (kFirst == 12 && kIsHalf)
+    else if constexpr (kFirst == 14)
     {
-        DFLASH_MULTIPLY_BOTH(96, "f16", DFLASH_REGISTERS_48, 48, 49, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
-            DFLASH_FRAGMENTS(c, 8));
+        DFLASH_MULTIPLY_BOTH(112, DFLASH_REGISTERS_56, 56, 57, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
+            DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENT(c, 12), DFLASH_FRAGMENT(c, 13));
     }
     else if constexpr (kFirst == 12)
     {
-        DFLASH_MULTIPLY_BOTH(96, "bf16", DFLASH_REGISTERS_48, 48, 49, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
+        DFLASH_MULTIPLY_BOTH(96, DFLASH_REGISTERS_48, 48, 49, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
             DFLASH_FRAGMENTS(c, 8));
+    }
+    else if constexpr (kFirst == 10)
+    {
+        DFLASH_MULTIPLY_BOTH(80, DFLASH_REGISTERS_40, 40, 41, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
+            DFLASH_FRAGMENT(c, 8), DFLASH_FRAGMENT(c, 9));
+    }
+    else if constexpr (kFirst == 7)
+    {
+        DFLASH_MULTIPLY_BOTH(56, DFLASH_REGISTERS_28, 28, 29, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENT(c, 4),
+            DFLASH_FRAGMENT(c, 5), DFLASH_FRAGMENT(c, 6));
+    }
+    else if constexpr (kFirst == 6)
+    {
+        DFLASH_MULTIPLY_BOTH(48, DFLASH_REGISTERS_24, 24, 25, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENT(c, 4),
+            DFLASH_FRAGMENT(c, 5));
+    }
+    else if constexpr (kFirst == 5)
+    {
+        DFLASH_MULTIPLY_BOTH(40, DFLASH_REGISTERS_20, 20, 21, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENT(c, 4));
+    }
+    else if constexpr (kFirst == 4)
+    {
+        DFLASH_MULTIPLY_BOTH(32, DFLASH_REGISTERS_16, 16, 17, DFLASH_FRAGMENTS(c, 0));
+    }
+    else if constexpr (kFirst == 3)
+    {
+        DFLASH_MULTIPLY_BOTH(24, DFLASH_REGISTERS_12, 12, 13, DFLASH_FRAGMENT(c, 0), DFLASH_FRAGMENT(c, 1),
+            DFLASH_FRAGMENT(c, 2));
+    }
+    else if constexpr (kFirst == 2)
+    {
+        DFLASH_MULTIPLY_BOTH(16, DFLASH_REGISTERS_8, 8, 9, DFLASH_FRAGMENT(c, 0), DFLASH_FRAGMENT(c, 1));
     }
     else if constexpr (kFirst == 16)
     {
         multiply<T>(*reinterpret_cast<float (*)[16][4]>(c), a, b, true);
     }
-    else if constexpr (kFirst == 8)
-    {
-        multiply_add<T>(*reinterpret_cast<float (*)[8][4]>(c), a, b);
-    }
-    else if constexpr (kFirst == 4 && kIsHalf)
-    {
-        DFLASH_MULTIPLY_BOTH(32, "f16", DFLASH_REGISTERS_16, 16, 17, DFLASH_FRAGMENTS(c, 0));
-    }
-    else if constexpr (kFirst == 4)
-    {
-        DFLASH_MULTIPLY_BOTH(32, "bf16", DFLASH_REGISTERS_16, 16, 17, DFLASH_FRAGMENTS(c, 0));
-    }
-    else if constexpr (kIsHalf)
-    {
-        DFLASH_MULTIPLY_BOTH(16, "f16", DFLASH_REGISTERS_8, 8, 9, DFLASH_FRAGMENT(c, 0), DFLASH_FRAGMENT(c, 1));
-    }
     else
     {
-        DFLASH_MULTIPLY_BOTH(16, "bf16", DFLASH_REGISTERS_8, 8, 9, DFLASH_FRAGMENT(c, 0), DFLASH_FRAGMENT(c, 1));
+        multiply_add<T>(*reinterpret_cast<float (*)[8][4]>(c), a, b);
     }
     if constexpr (kTiles > kFirst)
     {
@@ -325,15 +343,21 @@ __device__ __forceinline__ void multiply_add_columns(float (*c)[4], uint64_t a, 
 }
 
 #undef DFLASH_MULTIPLY_BOTH
+#undef DFLASH_MULTIPLY_TYPE
 #undef DFLASH_MULTIPLY_ROWS
 #undef DFLASH_REGISTERS_8
+#undef DFLASH_REGISTERS_12
 #undef DFLASH_REGISTERS_16
+#undef DFLASH_REGISTERS_20
 #undef DFLASH_REGISTERS_24
+#undef DFLASH_REGISTERS_28
 #undef DFLASH_FRAGMENT
 #undef DFLASH_FRAGMENTS
 #undef DFLASH_REGISTERS_32
 #undef DFLASH_REGISTERS_64
+#undef DFLASH_REGISTERS_40
 #undef DFLASH_REGISTERS_48
+#undef DFLASH_REGISTERS_56
 #undef DFLASH_REGISTERS_96
 #undef DFLASH_REGISTERS_128
 

@@ -23,15 +23,18 @@ struct Division
     int splits; // blocks of a cluster
 };
 
-constexpr Division kDivisions[] = {{64, 4}, {64, 2}, {96, 2}, {128, 2}, {192, 1}, {128, 1}, {96, 1}};
+constexpr Division kDivisions[]
+    = {{32, 2}, {48, 2}, {64, 2}, {80, 2}, {96, 2}, {128, 2}, {192, 1}, {128, 1}, {112, 1}, {96, 1}};
 
 // Lines of a weight's rows that the busiest multiprocessor reads; none where a product cannot be divided so.
 int64_t most_lines(dflash_skinny_gemm_params const& p, Division const& x, int processors)
 {
     int const tiles = (p.outputs + x.outputs - 1) / x.outputs, clusters = std::max(processors / x.splits, 1);
     int const lines = (p.inputs * 2 / kLine + x.splits - 1) / x.splits;
-    bool const fits = tiles <= clusters && !p.swiglu && p.inputs * 2 / kLine >= x.splits;
-    return x.splits == 1 || fits ? int64_t{(tiles + clusters - 1) / clusters} * x.outputs * lines : INT64_MAX;
+    // With SwiGLU no block has part of a sum, and a warpgroup's share of a tile is whole granules.
+    bool const fits = x.splits == 1 ? !p.swiglu || x.outputs % (2 * kGranule) == 0
+                                    : tiles <= clusters && !p.swiglu && p.inputs * 2 / kLine >= x.splits;
+    return fits ? int64_t{(tiles + clusters - 1) / clusters} * x.outputs * lines : INT64_MAX;
 }
 
 // Chooses the division after which that is least.
@@ -59,10 +62,13 @@ cudaError_t launch(dflash_skinny_gemm_params const& p, int processors, cudaStrea
     Division const division = choose(p, processors);
     switch (division.outputs * 8 + division.splits)
     {
-    case 64 * 8 + 4: return launch<Layout<T, kRows, 64, 4>>(p, processors, stream);
+    case 32 * 8 + 2: return launch<Layout<T, kRows, 32, 2>>(p, processors, stream);
+    case 48 * 8 + 2: return launch<Layout<T, kRows, 48, 2>>(p, processors, stream);
     case 64 * 8 + 2: return launch<Layout<T, kRows, 64, 2>>(p, processors, stream);
+    case 80 * 8 + 2: return launch<Layout<T, kRows, 80, 2>>(p, processors, stream);
     case 96 * 8 + 2: return launch<Layout<T, kRows, 96, 2>>(p, processors, stream);
     case 96 * 8 + 1: return launch<Layout<T, kRows, 96, 1>>(p, processors, stream);
+    case 112 * 8 + 1: return launch<Layout<T, kRows, 112, 1>>(p, processors, stream);
     case 128 * 8 + 2: return launch<Layout<T, kRows, 128, 2>>(p, processors, stream);
     case 128 * 8 + 1: return launch<Layout<T, kRows, 128, 1>>(p, processors, stream);
     case 192 * 8 + 1: return launch<Layout<T, kRows, 192, 1>>(p, processors, stream);

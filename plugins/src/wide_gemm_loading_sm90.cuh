@@ -25,7 +25,7 @@ constexpr int kMostStages = 16;
 constexpr int kAskedAtOnce = 32 * 1024, kAskedInCycle = 18;
 constexpr int kLimit = 212 * 1024; // of shared memory: more than half, so that no two blocks share a multiprocessor
 
-// A tile: kRows tokens times kOutputs rows of a weight, whose inputs a cluster's kSplits blocks share.
+// A tile: kRows tokens times kOutputs rows of a weight, whose inputs a cluster's two blocks share, or one has all.
 template <typename InputType, int kTileRows, int kTileOutputs, int kClusterSplits>
 struct Layout
 {
@@ -37,10 +37,11 @@ struct Layout
     static constexpr bool kSharesRows = kRows > 64;
     static constexpr int kGroupOutputs = kSharesRows ? kOutputs : kOutputs / kGroups;
     static constexpr int kTiles = kGroupOutputs / 8; // of 8 outputs, of a warpgroup
-    static constexpr int kOwnTiles = kTiles / kSplits; // that it finishes
+    static constexpr int kOwnTiles = (kTiles + kSplits - 1) / kSplits; // that it finishes; of the last block, fewer
+    static constexpr bool kDividesEvenly = kTiles % kSplits == 0;
     static constexpr int kWeightBytes = kOutputs * kLine;
     static constexpr int kStageBytes = kWeightBytes + kRows * kLine;
-    static constexpr int kInboxBytes = (kSplits - 1) * kOwnTiles * kConsumers * 16;
+    static constexpr int kInboxBytes = kSplits > 1 ? kOwnTiles * kConsumers * 16 : 0;
     static constexpr int kBarrierBytes = (2 * kMostStages + 1) * 8;
     // Instructions read 64 rows, of 32 tokens' what lies behind them too: nobody takes what they make of it.
     static constexpr int kBehind = std::max(64 - kRows, 0) * kLine;
@@ -48,7 +49,7 @@ struct Layout
     static constexpr int kStages = std::min((kLimit - kOther) / kStageBytes, kMostStages);
     static constexpr int kBytes = kStages * kStageBytes + kOther;
     static_assert(kRows == 32 || kRows == 64 || kRows == 128);
-    static_assert(kTiles % kSplits == 0 && kTiles % 2 == 0 && kStages >= 3);
+    static_assert(kOutputs % kGranule == 0 && kStages >= 3 && kSplits <= 2);
 };
 
 // The kernel's arguments.
@@ -114,7 +115,7 @@ struct Ring
 template <typename L>
 struct Shared : Ring<L, kMostStages, L::kInboxBytes>
 {
-    // [kSplits - 1, kOwnTiles, kConsumers, 4] FP32
+    // [kOwnTiles, kConsumers, 4] FP32
     __device__ __forceinline__ uint32_t inbox() const
     {
         return this->behind;
@@ -133,7 +134,8 @@ struct Shared : Ring<L, kMostStages, L::kInboxBytes>
         fence_barrier_inits();
         if (L::kSplits > 1)
         {
-            expect_bytes(inbox_full(), L::kInboxBytes);
+            bool const has_fewer = !L::kDividesEvenly && __clusterRelativeBlockRank() == 1;
+            expect_bytes(inbox_full(), L::kInboxBytes - (has_fewer ? kConsumers * 16 : 0));
         }
     }
 };

@@ -79,7 +79,7 @@ struct Mainloop
     }
 };
 
-// Adds up what the blocks of a cluster have, in the order of their ranks, each a part of the outputs; and stores it.
+// Adds up what a cluster's two blocks have, each a part of the outputs; and stores it.
 template <typename L>
 struct Epilogue
 {
@@ -88,7 +88,7 @@ struct Epilogue
 
     // Of kCount tiles, those that are stored at a time.
     template <int kCount>
-    static constexpr int kTurn = kCount <= 8 ? kCount : kCount % 8 == 0 ? 8 : 6;
+    static constexpr int kTurn = kCount <= 8 ? kCount : kCount % 8 == 0 ? 8 : kCount % 6 == 0 ? 6 : 7;
 
     // Residuals of a turn's tiles, as they lie in memory: of a thread's two rows.
     template <int kCount>
@@ -103,9 +103,21 @@ struct Epilogue
         = share.first_row + (L::kSharesRows ? group * 64 : 0) + warp * 16 + lane / 4; // and the eighth behind it
     int const width = p.swiglu ? p.outputs / 2 : p.outputs;
 
-    __device__ __forceinline__ uint32_t inbox(int from, int tile) const
+    // Outputs from this one on that are stored: of a block with fewer tiles, those of its warpgroup.
+    __device__ __forceinline__ int left_from(int output) const
     {
-        return shared.inbox() + ((from * L::kOwnTiles + tile) * kConsumers + threadIdx.x) * 16;
+        int end = p.outputs;
+        if constexpr (!L::kDividesEvenly)
+        {
+            int const first = output / L::kOutputs * L::kOutputs + (L::kSharesRows ? 0 : group * L::kGroupOutputs);
+            end = min(end, first + L::kGroupOutputs);
+        }
+        return end - output;
+    }
+
+    __device__ __forceinline__ uint32_t inbox(int tile) const
+    {
+        return shared.inbox() + (tile * kConsumers + threadIdx.x) * 16;
     }
 
     // nth: of the block's tiles. scaled: gives what is rounded of a sum of the first or of the second row.
@@ -124,25 +136,25 @@ struct Epilogue
             int const own_output = first_output + share.rank * L::kOwnTiles * 8;
             Residuals<L::kOwnTiles> residuals; // they come while the blocks exchange their sums
             load_residuals(own_output, residuals);
-            float own[L::kOwnTiles][4];
+            float own[L::kOwnTiles][4] = {};
             begin_to_exchange();
             exchange(c, own, nth);
             store(own_output, own, true, residuals, scaled);
         }
     }
 
-    // nth: of the block's tiles.
+    // nth: of the block's tiles. Of two blocks, the order of adding is all the same.
     __device__ __forceinline__ void exchange(Sums<L> const& c, float (&own)[L::kOwnTiles][4], int nth) const
     {
+        uint32_t const to = address_at(inbox(0), share.rank ^ 1);
+        uint32_t const barrier = address_at(shared.inbox_full(), share.rank ^ 1);
 #pragma unroll
-        for (int rank = 0; rank < L::kSplits; ++rank)
+        for (int rank = 0; rank < 2; ++rank)
         {
             if (rank != share.rank)
             {
-                uint32_t const to = address_at(inbox(share.rank - (share.rank > rank), 0), rank);
-                uint32_t const barrier = address_at(shared.inbox_full(), rank);
 #pragma unroll
-                for (int i = 0; i < L::kOwnTiles; ++i)
+                for (int i = 0; i < L::kOwnTiles && rank * L::kOwnTiles + i < L::kTiles; ++i)
                 {
                     send(to + i * kConsumers * 16, c[rank * L::kOwnTiles + i], barrier);
                 }
@@ -150,7 +162,7 @@ struct Epilogue
             else
             {
 #pragma unroll
-                for (int i = 0; i < L::kOwnTiles; ++i)
+                for (int i = 0; i < L::kOwnTiles && rank * L::kOwnTiles + i < L::kTiles; ++i)
                 {
                     float const(&x)[4] = c[rank * L::kOwnTiles + i];
                     own[i][0] = x[0], own[i][1] = x[1], own[i][2] = x[2], own[i][3] = x[3];
@@ -161,35 +173,18 @@ struct Epilogue
 #pragma unroll
         for (int i = 0; i < L::kOwnTiles; ++i)
         {
-            add_inbox(i, own[i]);
+            float there[4];
+            load_inbox(i, there);
+            own[i][0] += there[0], own[i][1] += there[1], own[i][2] += there[2], own[i][3] += there[3];
         }
     }
 
-    // What another block has sent of a tile.
-    __device__ __forceinline__ void load_inbox(int from, int tile, float (&there)[4]) const
+    // What the other block has sent of a tile.
+    __device__ __forceinline__ void load_inbox(int tile, float (&there)[4]) const
     {
         asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
             : "=f"(there[0]), "=f"(there[1]), "=f"(there[2]), "=f"(there[3])
-            : "r"(inbox(from, tile)));
-    }
-
-    // Adds what has come to the own sums of a tile. Of two blocks, the order is all the same.
-    __device__ __forceinline__ void add_inbox(int tile, float (&own)[4]) const
-    {
-        float sum[4];
-#pragma unroll
-        for (int rank = L::kSplits == 2; rank < L::kSplits; ++rank)
-        {
-            float there[4];
-            load_inbox(L::kSplits == 2 ? 0 : rank < share.rank ? rank : max(rank - 1, 0), tile, there);
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-            {
-                float const x = L::kSplits > 2 && rank == share.rank ? own[j] : there[j];
-                sum[j] = L::kSplits == 2 ? own[j] + x : rank == 0 ? x : sum[j] + x;
-            }
-        }
-        own[0] = sum[0], own[1] = sum[1], own[2] = sum[2], own[3] = sum[3];
+            : "r"(inbox(tile)));
     }
 
     // Stores tiles from an output on, some in a turn and a row after the other, the next sums moved to where the code
@@ -255,7 +250,7 @@ struct Epilogue
                 if (row + 8 * below < p.rows)
                 {
                     int64_t const at = int64_t{row + 8 * below} * width + output + lane % 4 * 2;
-                    load(p.residual, at, p.outputs - output, residuals[below]);
+                    load(p.residual, at, left_from(output), residuals[below]);
                 }
             }
         }
@@ -274,7 +269,7 @@ struct Epilogue
             }
             return;
         }
-        int const column = output + lane % 4 * 2, left = p.outputs - output;
+        int const column = output + lane % 4 * 2, left = left_from(output);
         if (p.bias)
         {
             Two bias[kNow] = {};

@@ -19,6 +19,7 @@ HALVES = (BF16, torch.float16)
 #: several tiles of a block, and of fewer lines than a cluster has blocks.
 SHAPES = [(2048, 1024), (4096, 4096), (6144, 4096), (7168, 2048), (12288, 1024), (16384, 512), (24576, 4096)]
 SHAPES += [(4096, 12288), (2064, 576), (80, 64), (272, 128), (40000, 320), (19008, 128)]
+SHAPES += [(2880, 4096), (5120, 2880), (14336, 1024), (2896, 576), (5072, 192)]
 ROWS = (1, 8, 9, 16, 17, 31, 32, 33, 64, 65, 100, 128)
 
 
@@ -63,7 +64,7 @@ def test_a_product_equals_float64_and_a_row_s_bits_depend_on_no_other(shape, dty
 
 
 @pytest.mark.parametrize("rows", [5, 12, 32, 50, 128])
-@pytest.mark.parametrize("shape", [(4096, 4096), (6144, 512), (12288, 1024), (2080, 192)], ids=str)
+@pytest.mark.parametrize("shape", [(4096, 4096), (6144, 512), (12288, 1024), (2080, 192), (2880, 512), (5120, 512), (14336, 256)], ids=str)
 def test_what_goes_with_a_product_equals_float64(shape, rows):
     """Bias, residual, SwiGLU and GELU; each row's bits are those of another number of rows."""
     x, weight = operands(shape, BF16)

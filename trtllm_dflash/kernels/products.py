@@ -19,7 +19,7 @@ SKINNY_ROWS = 16
 MOST_NORMED = 24_576
 #: Rows that `wide_gemm` takes, up to which it is faster than cuBLAS, and the most that the busiest multiprocessor may
 #: then have to read of the weight, in thousandths of an equal share.
-WIDE_ROWS, _WIDE_LOAD = 128, 1100
+WIDE_ROWS, _WIDE_LOAD = 128, 1500
 #: Likewise where `bulk_gemm` is faster than cuBLAS, and the most that the busiest multiprocessor may have to multiply.
 BULK_ROWS, _BULK_LOAD = 256, 1100
 #: Compute capabilities (major) whose blocks have the 212 KB of shared memory that it needs; the others' have half.

@@ -75,7 +75,8 @@ class CudaProducts(TorchOps):
         """
         joined = joined_name(names)
         weight = self.weights.get(joined + ".weight")
-        return joined if weight is not None and kernels.takes_skinny(x, weight) else None
+        is_ours = weight is not None and (kernels.takes_skinny(x, weight) or kernels.suits_wide(x, weight, False))
+        return joined if is_ours else None
 
     def _parts_of(self, y: Tensor, names: tuple[str, ...]) -> tuple[Tensor, ...]:
         """Splits what a joined weight makes into its linears' parts."""
