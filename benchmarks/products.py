@@ -2,7 +2,7 @@
 
     python benchmarks/products.py --output benchmarks/results/products-h100.json
 
-Of a product that a norm precedes both are given; of one whose result is added to the stream, the sum and the next norm,
+Of a product that a norm precedes both are timed; of one whose result is added to the stream, the sum and the next norm,
 which cuBLAS leaves to the norm's kernel. Distinct weights, one after the other in a CUDA graph; the floor is the
 weight's bytes at the rate of a large copy.
 """
@@ -38,6 +38,7 @@ class Product:
     inputs: int
     is_added: bool = False  # to the stream; else a norm goes before it
     has_bias: bool = False
+    is_gated: bool = False  # by SwiGLU, which cuBLAS leaves to a kernel of its own
     wide_norm: bool = False  # the norm's weight is in FP32, as Qwen3.5's
 
 
@@ -53,6 +54,7 @@ PRODUCTS = (
     Product("Qwen3.5-35B-A3B, in_proj and gates", 12352, 2048, wide_norm=True),
     Product("Qwen3-4B, o", 2560, 4096, is_added=True),
     Product("Qwen3-4B, down", 2560, 9728, is_added=True),
+    Product("Qwen3-4B, gate and up", 19456, 2560, is_gated=True),
     Product("Qwen3-14B, qkv", 7168, 5120),
     Product("Qwen3-8B, o", 4096, 4096, is_added=True),
     Product("Qwen3-8B, down", 4096, 12288, is_added=True),
@@ -81,12 +83,13 @@ def ways(product: Product, rows: int) -> tuple[Callable[[Tensor], object], Calla
 
     def by_cublas(weight: Tensor) -> object:
         if not product.is_added:
-            return F.linear(kernels.rms_norm(x, norm, EPS), weight, bias)
+            y = F.linear(kernels.rms_norm(x, norm, EPS), weight, bias)
+            return kernels.swiglu(y) if product.is_gated else y
         return kernels.add_rms_norm(residual, F.linear(x, weight, bias), norm, EPS)
 
     def by_ours(weight: Tensor) -> object:
         if not product.is_added:
-            return kernels.wide_gemm(kernels.rms_norm(x, norm, EPS), weight, bias)
+            return kernels.wide_gemm(kernels.rms_norm(x, norm, EPS), weight, bias, product.is_gated)
         return kernels.rms_norm(kernels.wide_gemm(x, weight, bias, residual=residual), norm, EPS)
 
     return by_cublas, by_ours

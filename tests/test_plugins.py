@@ -77,7 +77,11 @@ def test_the_kernels_compile_without_a_warning_and_load_without_a_gpu(built, loa
         (6144, 4096, False, 1031),  # 64 tiles of 96, of two blocks each
         (151936, 4096, False, 1000),
         (34816, 5120, True, 1091),  # tiles of 96, three a block at most
-        (5120, 17408, False, 1237),
+        (5120, 17408, False, 1031),  # 64 of 80, of two blocks each, of which a warpgroup has five eights
+        (2880, 4096, False, 1100),
+        (2048, 4096, False, 1031),
+        (14336, 5120, False, 1031),
+        (19456, 2560, True, 1302),
         (5120, 17408, True, 2475),
         (4096, 64, False, 3093),  # one line, which no two blocks can share
     ],
@@ -342,7 +346,7 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
     monkeypatch.setattr(kernels, "bulk_gemm", bulk_gemm)
     monkeypatch.setattr(products, "is_hopper", lambda device: True)
     monkeypatch.setattr(products, "processors", lambda device: 132)
-    monkeypatch.setattr(products, "_wide_load", lambda *sizes: 1200 if kind == "uneven" else 1050)
+    monkeypatch.setattr(products, "_wide_load", lambda *sizes: 1600 if kind == "uneven" else 1050)
     monkeypatch.setattr(products, "_bulk_load", lambda *sizes: 1050 if kind == "even" else 1200)
     gates = {False: TorchOps.swiglu, True: TorchOps.geglu}
     monkeypatch.setattr(kernels, "swiglu", lambda x, gelu=False: gates[gelu](None, x))

@@ -64,7 +64,9 @@ def test_a_product_equals_float64_and_a_row_s_bits_depend_on_no_other(shape, dty
 
 
 @pytest.mark.parametrize("rows", [5, 12, 32, 50, 128])
-@pytest.mark.parametrize("shape", [(4096, 4096), (6144, 512), (12288, 1024), (2080, 192), (2880, 512), (5120, 512), (14336, 256)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(4096, 4096), (6144, 512), (12288, 1024), (2080, 192), (2880, 512), (5120, 512), (14336, 256)], ids=str
+)
 def test_what_goes_with_a_product_equals_float64(shape, rows):
     """Bias, residual, SwiGLU and GELU; each row's bits are those of another number of rows."""
     x, weight = operands(shape, BF16)
