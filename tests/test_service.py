@@ -221,8 +221,23 @@ def test_a_fault_of_one_requests_text_fails_that_request_alone(llm, service, mon
     poisoned.append(clients[1].ticket.sequence.text)
     ends = [client.wait()[-1] for client in clients]
     assert [end.error is None for end in ends] == [True, False, True]
-    assert "invalid prefix" in str(ends[1].error)
+    assert str(ends[1].error) == "the reply's text failed: ValueError: invalid prefix"
     assert Client(service, CHATS[0], 4).wait()[-1].completion is not None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("part", ["push", "finish"])
+def test_faults_of_texts_do_not_end_the_service(llm, service, monkeypatch, part, ranks):
+    def fails(self, *token):
+        raise ValueError("invalid prefix")
+
+    monkeypatch.setattr(service, "_config", llm.config.model_copy(update={"tp": ranks}))
+    with monkeypatch.context() as patch:
+        patch.setattr(TextStream, part, fails)
+        for _ in range(MOST_FAILURES):
+            assert "invalid prefix" in str(Client(service, CHATS[0], 4).wait()[-1].error)
+    assert Client(service, CHATS[0], 4).wait()[-1].completion is not None
+    assert service.failure is None
 
 
 def test_a_fault_of_the_scheduler_leaves_nobody_waiting(llm, monkeypatch):

@@ -2,11 +2,12 @@
 
 import json
 import shutil
+from itertools import groupby
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 from tests.conftest import TINY
 from trtllm_dflash.text.stream import TextStream
@@ -23,6 +24,33 @@ TEXTS = st.lists(AWKWARD | st.text(st.characters(exclude_categories=["Cs"]), max
 IDS = st.lists(st.integers(0, TOKENIZER.get_vocab_size() - 1), max_size=40)
 
 
+PIECES = ["▁Hi", "▁", "x", "👩"]
+
+
+def tokenizer_of_bytes() -> Tokenizer:
+    """One of characters that falls back on bytes, as Gemma's: it decodes a run of them whole, or not at all."""
+    vocabulary = {name: at for at, name in enumerate(["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES])}
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>"))
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return made
+
+
+OF_BYTES = tokenizer_of_bytes()
+RUNS = st.lists(
+    st.sampled_from(["🧙", "é", "\n"]).map(str.encode) | st.sampled_from([b"\xf0\x9f", b"\xc3", b"\x99", b"A", b" "]),
+    min_size=1,
+    max_size=4,
+).map(b"".join)
+
+
+def as_far_as_text(run: bytes) -> str:
+    """A run of bytes: its characters up to the first that is none, and a mark for each byte from there on."""
+    try:
+        return run.decode()
+    except UnicodeDecodeError as error:
+        return run[: error.start].decode() + "\ufffd" * (len(run) - error.start)
+
+
 def encode(text: str) -> list[int]:
     return list(TOKENIZER.encode(text, add_special_tokens=False).ids)
 
@@ -31,9 +59,11 @@ def decode(ids: list[int]) -> str:
     return str(TOKENIZER.decode(ids, skip_special_tokens=True))
 
 
-def stream_text(ids: list[int], stop: tuple[str, ...] = (), step: int = 1) -> tuple[str, TextStream]:
+def stream_text(
+    ids: list[int], stop: tuple[str, ...] = (), step: int = 1, tokenizer: Tokenizer = TOKENIZER
+) -> tuple[str, TextStream]:
     """All that is released when `step` tokens come at a time; checks on the way that it is never taken back."""
-    stream = TextStream(TOKENIZER, stop)
+    stream = TextStream(tokenizer, stop)
     released = ""
     for i in range(0, len(ids), step):
         for token in ids[i : i + step]:
@@ -55,6 +85,19 @@ def test_text_comes_back_as_it_was(text):
 def test_any_tokens_give_the_decoder_s_text(ids, step):
     """Also special tokens, and bytes that are no character."""
     assert stream_text(ids, step=step)[0] == decode(ids)
+
+
+@given(st.lists(RUNS | st.sampled_from(PIECES), max_size=8), st.integers(1, 16))
+def test_bytes_that_are_no_text_take_nothing_back_and_no_later_text_with_them(parts, step):
+    """The decoder itself shows none of the characters of such a run, of which some were released before."""
+    ids, text = [], ""
+    for is_run, group in groupby(parts, key=lambda part: isinstance(part, bytes)):
+        for part in [b"".join(group)] if is_run else group:
+            ids += [1 + byte for byte in part] if is_run else [257 + PIECES.index(part)]
+            text += as_far_as_text(part) if is_run else part.replace("▁", " ")
+    assert stream_text(ids, step=step, tokenizer=OF_BYTES)[0] == text
+    whole = OF_BYTES.decode(ids)
+    assert whole == text or "\ufffd" in whole
 
 
 @given(st.data(), TEXTS.filter(bool), st.integers(1, 16))

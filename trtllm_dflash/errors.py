@@ -21,6 +21,10 @@ class EngineError(DFlashError):
     """An engine directory that cannot be built, loaded or run."""
 
 
+class ReplyError(EngineError):
+    """A reply that cannot be made, where the engine computes as it should: a fault of its text, say."""
+
+
 class RequestError(DFlashError):
     """A request that this engine cannot serve.
 

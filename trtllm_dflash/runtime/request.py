@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt
 
-from trtllm_dflash.errors import DFlashError
+from trtllm_dflash.errors import DFlashError, ReplyError
 from trtllm_dflash.runtime.structured import Structured
 from trtllm_dflash.text.stream import TextStream
 
@@ -300,8 +300,11 @@ class Sequence:
         self.left = left
         self.token_ids += ids
         if self.text is not None:
-            for token in ids:
-                self.text.push(token)
+            try:
+                for token in ids:
+                    self.text.push(token)
+            except Exception as error:
+                raise _fault_of_text(error) from error
         return count
 
     def _commit_until_end(self, ids: list[int], now_ns: int) -> int:
@@ -312,17 +315,23 @@ class Sequence:
                 self.grammar.accept(token)
             ended = token in self.end_token_ids or self._ends_with_stop_sequence()
             if self.text is not None:
-                self.text.push(token)
-                ended = ended or self.text.stopped
+                ended = self._say(self.text, token, ended) or ended
             if ended or not self.left:
-                if self.text is not None:
-                    self.text.finish()
-                    ended = ended or self.text.stopped
                 self.finish_reason = "stop" if ended else "length"
                 self.left = 0
                 self.times.last_token_ns = now_ns
                 return count
         return len(ids)
+
+    def _say(self, text: TextStream, token: int, ended: bool) -> bool:
+        """Adds a token to the text, the last one if the reply has ended; returns whether a stop string has come."""
+        try:
+            text.push(token)
+            if ended or text.stopped or not self.left:
+                text.finish()
+        except Exception as error:
+            raise _fault_of_text(error) from error
+        return text.stopped
 
     def take_update(self) -> Update | None:
         """Takes the tokens and text since the last update; None if there are none."""
@@ -364,3 +373,8 @@ class Sequence:
 
     def _ends_with_stop_sequence(self) -> bool:
         return any(tuple(self.token_ids[-len(stop) :]) == stop for stop in self.params.stop_token_sequences)
+
+
+def _fault_of_text(error: Exception) -> ReplyError:
+    """Makes the error that ends one reply: whatever its text cannot do, the engine and other replies can."""
+    return ReplyError(f"the reply's text failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}")

@@ -15,6 +15,7 @@ from trtllm_dflash.errors import (
     DFlashError,
     EngineError,
     QueueFullError,
+    ReplyError,
     RequestError,
     ShutdownError,
 )
@@ -200,8 +201,9 @@ class Service:
             completed_before = ended["completed"]
             changed = self._scheduler.step()
             self._report(changed)
-            # A request's own error says nothing of the engine.
-            causes = [s.error for s in changed if s.error is not None and not isinstance(s.error, RequestError)]
+            # An error of a request or of one reply says nothing of the engine.
+            own = RequestError, ReplyError
+            causes = [s.error for s in changed if s.error is not None and not isinstance(s.error, own)]
             failures = 0 if ended["completed"] > completed_before else failures + bool(causes)
             # Ranks that have not all run the same steps no longer belong together.
             if failures == MOST_FAILURES or (causes and self._config.tp > 1):

@@ -54,7 +54,10 @@ class StoppableText:
 
 
 class TextStream(StoppableText):
-    """The text of a growing token sequence.
+    """The text of a growing token sequence: the decoder's own, as far as that never changes what it began with.
+
+    Decoders of bytes do where a run of them turns out to be no text: they show none of it, not even whole characters.
+    Characters that were released stay; what follows them is decoded by itself.
 
     Args:
         tokenizer: the engine's tokenizer.
@@ -66,21 +69,42 @@ class TextStream(StoppableText):
         super().__init__(stop)
         self._tokenizer = tokenizer
         self._hidden = hidden
-        self._stream = DecodeStream(skip_special_tokens=hidden is None)
+        self._stream = self._new_stream()
         self._ids: list[int] = []
+        self._shown = 0  # of those, the ones whose text has come
 
     def push(self, token: int) -> None:
         """Adds a token."""
         if self.stopped or (self._hidden is not None and token in self._hidden):
             return
         self._ids.append(token)
-        piece = self._stream.step(self._tokenizer, token)
+        try:
+            piece = self._stream.step(self._tokenizer, token)
+        except Exception:  # the library has no other class for a text that does not go on as it began
+            piece = self._begin_again()
         if piece:
+            self._shown = len(self._ids)
             self.append(piece)
 
     def finish(self) -> None:
         """Ends the sequence: an unfinished character at the end is shown as the decoder shows it."""
         if not self.stopped:
-            whole = self._tokenizer.decode(self._ids, skip_special_tokens=self._hidden is None)
-            self.append(whole[len(self._text) :])
+            whole = self._decode(self._ids)
+            rest = whole[len(self._text) :] if whole.startswith(self._text) else self._decode(self._ids[self._shown :])
+            self.append(rest)
             self.flush()
+
+    def _begin_again(self) -> str:
+        """Decodes the tokens whose text has not come by themselves; returns what of it is final."""
+        self._stream = self._new_stream()
+        try:
+            return "".join(self._stream.step(self._tokenizer, token) or "" for token in self._ids[self._shown :])
+        except Exception:
+            self._stream = self._new_stream()
+            return self._decode(self._ids[self._shown :])
+
+    def _new_stream(self) -> DecodeStream:
+        return DecodeStream(skip_special_tokens=self._hidden is None)
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=self._hidden is None))
