@@ -394,6 +394,33 @@ def test_a_body_that_is_no_request_is_refused(alone, body):
     assert "Traceback" not in reply.text
 
 
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+@pytest.mark.parametrize(
+    ("path", "field", "given"),
+    [
+        ("chat/completions", "tools.0.function.parameters", [{"type": "function", "function": {"name": "f"}}]),
+        ("responses", "tools.0.parameters", [{"type": "function", "name": "f"}]),
+        ("chat/completions", "response_format.json_schema.schema", {"type": "json_schema", "json_schema": {}}),
+        ("completions", "structured_outputs.json", {}),
+        ("responses", "chat_template_kwargs", None),
+    ],
+)
+def test_numbers_that_are_no_json_are_refused_by_name(alone, path, field, given, number):
+    body = {"model": "tiny", "messages": SUM, "prompt": "a", "input": "a"}
+    name, *steps = field.split(".")
+    body = {key: value for key, value in body.items() if key in ("model", *REQUIRED[path])} | {name: given}
+    at = body
+    for step in (name, *steps[:-1]) if steps else ():
+        at = at[int(step) if step.isdecimal() else step]
+    at[steps[-1] if steps else name] = {"type": "object", "anyOf": [{"minimum": "NUMBER"}]}
+    sent = json.dumps(body).replace('"NUMBER"', number)
+    reply = Reply(alone, f"/v1/{path}", sent, Authorization="Bearer sesame")
+    assert (reply.status, reply.json()["error"]["param"]) == (400, field)
+
+
+REQUIRED = {"chat/completions": ["messages"], "completions": ["prompt"], "responses": ["input"]}
+
+
 def test_texts_and_conversations_are_tokenized_and_back(alone, tiny):
     def post(path, **body):
         return Reply(alone, path, json.dumps(body), Authorization="Bearer sesame").json()

@@ -374,6 +374,8 @@ def test_a_response_that_is_cut_off_or_fails_says_so(tiny_engine):
         ("input", {"input": []}),
         ("input.0", {"input": [{"type": "web_search_call", "id": "w"}]}),
         ("input.0", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "file:///"}]}]}),
+        ("input.0.message.content", {"input": [{"role": "user", "content": [{"type": {}, "text": "a"}]}]}),
+        ("input.0.message.content", {"input": [{"role": "user", "content": [{"type": [], "text": "a"}]}]}),
         ("input", {"input": "word " * 3000}),
         ("max_output_tokens", {"max_output_tokens": 0}),
         ("unheard_of", {"unheard_of": 1}),

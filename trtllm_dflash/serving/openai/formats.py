@@ -7,6 +7,7 @@ from typing_extensions import Self
 
 from trtllm_dflash.runtime.structured import MOST_CHOICES, Structured
 from trtllm_dflash.serving.openai.errors import ApiError
+from trtllm_dflash.serving.openai.json_fields import JsonFields
 
 
 class JsonSchema(BaseModel):
@@ -16,7 +17,7 @@ class JsonSchema(BaseModel):
 
     name: str | None = None
     description: str | None = None
-    json_schema: Annotated[dict[str, Any], Field(alias="schema")]
+    json_schema: Annotated[JsonFields, Field(alias="schema")]
     strict: bool | None = None
 
 
@@ -53,7 +54,7 @@ class StructuredOutputs(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    json_schema: Annotated[dict[str, Any] | None, Field(alias="json")] = None
+    json_schema: Annotated[JsonFields | None, Field(alias="json")] = None
     json_object: bool | None = None
     regex: str | None = None
     choice: (

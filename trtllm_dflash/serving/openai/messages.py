@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, mo
 from pydantic_core import PydanticCustomError
 
 from trtllm_dflash.serving.openai.errors import ApiError
+from trtllm_dflash.serving.openai.json_fields import JsonFields
 
 MOST_FIELDS = 100  # of a request or a message; and errors that are worth reading
 MOST_TOOLS = 128  # of a request, and calls of a message
@@ -131,7 +132,7 @@ class Function(BaseModel):
 
     name: FunctionName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonFields | None = None
     strict: bool | None = None
 
     def for_template(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Requests to the OpenAI API: what is taken, and what is refused by its name."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -33,6 +33,7 @@ from trtllm_dflash.runtime.request import (
 from trtllm_dflash.runtime.structured import Structured
 from trtllm_dflash.serving.openai.errors import ApiError
 from trtllm_dflash.serving.openai.formats import ResponseFormat, StructuredOutputs
+from trtllm_dflash.serving.openai.json_fields import JsonFields
 from trtllm_dflash.serving.openai.messages import MOST_FIELDS, Message, NamedTool, ToolChoice, Tools, asked_of
 
 _R = TypeVar("_R", bound=BaseModel)
@@ -232,7 +233,7 @@ class ChatRequest(CommonRequest):
 
     messages: Annotated[list[Message], FailFast(), Field(min_length=1)]  # 4 MB can hold a million faulty ones
     max_completion_tokens: MaxTokens | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: JsonFields = Field(default_factory=dict)
     logprobs: bool = False
     top_logprobs: Logprobs = 0
     tools: Tools = Field(default_factory=list)
@@ -260,7 +261,7 @@ class TokenizeRequest(BaseModel):
     add_special_tokens: bool = True  # to a prompt
     messages: Annotated[list[Message], FailFast()] = []
     tools: Tools = []
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: JsonFields = {}
 
     @model_validator(mode="after")
     def _one_of_them(self) -> "TokenizeRequest":

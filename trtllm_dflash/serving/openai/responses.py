@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from trtllm_dflash.runtime.request import MaxTokens
 from trtllm_dflash.serving.openai.errors import ApiError
+from trtllm_dflash.serving.openai.json_fields import JsonFields
 from trtllm_dflash.serving.openai.messages import (
     MOST_TOOLS,
     CalledFunction,
@@ -63,7 +64,7 @@ def _text_of(content: object) -> object:
         return content
     texts = [part.get("text") if isinstance(part, dict) else None for part in content]
     kinds = [part.get("type") for part in content if isinstance(part, dict)]
-    if any(not isinstance(text, str) for text in texts) or not {*kinds} <= {*_TEXT_PARTS}:
+    if any(not isinstance(text, str) for text in texts) or any(kind not in _TEXT_PARTS for kind in kinds):
         raise PydanticCustomError("content_part", "only parts of text are supported: {parts}", {"parts": _PARTS})
     return "\n".join(texts)  # type: ignore[arg-type]  # just looked at
 
@@ -184,7 +185,7 @@ class ResponsesRequest(GenerationRequest):
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
     text: TextConfig = TextConfig()
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: JsonFields = Field(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
