@@ -44,11 +44,11 @@ UNTHINKING = {"gemma4": "<|channel>thought\n<channel|>"}  # how a prompt ends wh
 def engine_of(tiny_engine, tmp_path_factory):
     """The shipped pair's engine, with a chat template that asks for calls in a format, or always ends in one way."""
 
-    def make(chat_format, end=""):
+    def make(chat_format, end="", before=""):
         engine = shutil.copytree(tiny_engine, tmp_path_factory.mktemp("engines") / chat_format)
         template = engine / "chat_template.jinja"
         written = TEMPLATE.format(ask=ASKS[chat_format], unthinking=UNTHINKING.get(chat_format, ""))
-        template.write_text(written.partition("{% if enable_thinking")[0] + end if end else written)
+        template.write_text(before + (written.partition("{% if enable_thinking")[0] + end if end else written))
         config = json.loads((engine / "config.json").read_text())
         config["files"][template.name] = digest(template)
         (engine / "config.json").write_text(json.dumps(config))
@@ -233,6 +233,29 @@ def test_what_cannot_be_kept_is_refused_by_name(engine_of, tiny_engine):
             with pytest.raises(openai.BadRequestError) as refusal:
                 client(at).chat.completions.create(model="tiny", messages=ASKED, **more)
             assert refusal.value.param == param and refusal.value.body["message"].startswith(f"{param}: ")
+
+
+#: As some templates guard themselves: one system message, at the beginning.
+GUARD = """{% for message in messages %}{% if message.role == "system" and not loop.first -%}
+{{ raise_exception("System message must be at the beginning.") }}{% endif %}{% endfor %}"""
+
+
+def test_instructions_at_the_beginning_are_one_message(engine_of):
+    engine, guarded = engine_of("qwen3"), engine_of("qwen3-coder", before=GUARD)
+    script = Script(engine, *["Yes."] * 5)
+    system, developer, user = ({"role": role, "content": f"The {role}."} for role in ("system", "developer", "user"))
+    later = [system, user, developer, user]
+    with fake_triton(script) as (_, triton), gateway(engine, triton) as url, gateway(guarded, triton) as strict:
+        for at in (strict, url):
+            api = client(at)
+            api.chat.completions.create(model="tiny", messages=[system, developer, user])
+            api.responses.create(model="tiny", instructions="The system.", input=[developer, user, user])
+        with pytest.raises(openai.BadRequestError, match="must be at the beginning"):
+            client(strict).chat.completions.create(model="tiny", messages=later)
+        client(url).chat.completions.create(model="tiny", messages=later)
+    for prompt in script.prompts[:4]:
+        assert prompt.startswith("system: The system.\n\nThe developer.;\nuser: The user.;")
+    assert script.prompts[4].startswith("system: The system.;\nuser: The user.;\nsystem: The developer.;")
 
 
 def test_thinking_is_set_on_and_off(engine_of):

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from itertools import takewhile
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
@@ -170,6 +171,17 @@ class NamedTool(BaseModel):
 
 Tools = Annotated[list[Tool], FailFast(), Field(max_length=MOST_TOOLS)]
 ToolChoice = Literal["none", "auto", "required"]
+
+
+def one_instruction(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Joins the system messages that a conversation begins with: many templates take one alone, and that first.
+
+    Later ones stay where they are, for the template to take or to refuse: what they say may be of their place.
+    """
+    first = [message["content"] for message in takewhile(lambda one: one["role"] == "system", messages)]
+    if len(first) < 2:
+        return messages
+    return [{"role": "system", "content": "\n\n".join(filter(None, first))}, *messages[len(first) :]]
 
 
 def _object(text: str) -> dict[str, Any] | str:

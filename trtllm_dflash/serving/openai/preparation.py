@@ -16,7 +16,7 @@ from trtllm_dflash.runtime.structured import Structured
 from trtllm_dflash.serving.client import TokenRequest
 from trtllm_dflash.serving.openai.errors import ApiError
 from trtllm_dflash.serving.openai.jobs import Choice, Job
-from trtllm_dflash.serving.openai.messages import Function
+from trtllm_dflash.serving.openai.messages import Function, one_instruction
 from trtllm_dflash.serving.openai.replies import CompletionForm
 from trtllm_dflash.serving.openai.requests import (
     ChatRequest,
@@ -281,6 +281,8 @@ class Preparation:
         if taken:
             variable = f"chat_template_kwargs.{taken[0]}"
             raise ApiError(400, f"{variable}: not a variable of the chat template", variable)
+        if self._codec.chat_format != "harmony":  # which has a message for each
+            messages = one_instruction(messages)
         return self._tokens(messages, param, arguments, functions)
 
     def _tokens(
