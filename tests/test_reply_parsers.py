@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from trtllm_dflash.text.reply.formats import format_of_template, reply_parser
 from trtllm_dflash.text.reply.gemma4 import with_responses
+from trtllm_dflash.text.reply.json_call import begun_object
 from trtllm_dflash.text.reply.kimi_k2 import with_own_ids
 from trtllm_dflash.text.reply.llama3 import one_call_each
 from trtllm_dflash.text.reply.parts import Part, StoppedParts
+from trtllm_dflash.text.reply.xml_call import with_objects
 
 TEXT_FORMATS = ["qwen3", "qwen3-coder", "llama3", "gemma4", "minimax-m2", "kimi-k2"]
 SCHEMAS = {
@@ -497,6 +499,40 @@ def test_a_second_call_ends_a_reply_that_may_have_one():
     call = [Part("call", "now"), Part("arguments", "{}")]
     assert stopped.take(call + call, last=False) == call
     assert stopped.stopped
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text('a"\\{[,', max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+)
+
+
+@given(st.dictionaries(st.sampled_from("abc"), VALUES, max_size=3), st.data())
+def test_an_object_that_is_cut_off_has_the_members_before_its_last(given_object, data):
+    text = json.dumps(given_object)
+    assert begun_object(text) == given_object
+    end = data.draw(st.integers(0, len(text) - 1))
+    found = begun_object(text[:end])
+    assert list(found) == list(given_object)[: len(found)]
+    last = list(found)[-1:]
+    assert all(found[name] == given_object[name] for name in found.keys() - last)
+    # Whole members are all there.
+    behind = [len(json.dumps(dict(list(given_object.items())[:count]))) for count in range(1, len(given_object))]
+    assert len(found) >= sum(end >= place for place in behind)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '"a"', "}", "nonsense", '{"a', "[" * 5000, '{"a":' * 5000])
+def test_what_begins_no_object_is_an_empty_one(text):
+    assert begun_object(text) == {}
+
+
+def test_templates_that_take_arguments_apart_get_objects():
+    calls = [{"id": "a", "function": {"name": "f", "arguments": given}} for given in ({"x": 1}, '{"x": "Ro', "5", None)]
+    messages = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    before, called = with_objects(messages)
+    assert before == messages[0]
+    assert [call["function"]["arguments"] for call in called["tool_calls"]] == [{"x": 1}, {"x": "Ro"}, {}, {}]
+    assert calls[1]["function"]["arguments"] == '{"x": "Ro'
 
 
 def test_llamas_template_gets_one_call_a_message():

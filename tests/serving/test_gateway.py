@@ -317,6 +317,11 @@ def alone(tiny_engine):
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///"}}]}],
         ),
         ("messages.0.content", [{"role": "user", "content": 5}]),
+        ("messages.0", [{"role": "user", "content": "42", "refusal": "no"}]),
+        (
+            "messages.0.tool_calls.0.function.name",
+            [{"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "", "arguments": "{}"}}]}],
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(alone, field, value):

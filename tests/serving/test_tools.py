@@ -44,11 +44,12 @@ UNTHINKING = {"gemma4": "<|channel>thought\n<channel|>"}  # how a prompt ends wh
 def engine_of(tiny_engine, tmp_path_factory):
     """The shipped pair's engine, with a chat template that asks for calls in a format, or always ends in one way."""
 
-    def make(chat_format, end="", before=""):
+    def make(chat_format, end="", before="", call=""):
         engine = shutil.copytree(tiny_engine, tmp_path_factory.mktemp("engines") / chat_format)
         template = engine / "chat_template.jinja"
         written = TEMPLATE.format(ask=ASKS[chat_format], unthinking=UNTHINKING.get(chat_format, ""))
-        template.write_text(before + (written.partition("{% if enable_thinking")[0] + end if end else written))
+        written = written.partition("{% if enable_thinking")[0] + end if end else written
+        template.write_text(before + (written.replace("{{ call.function.arguments.x }}", call) if call else written))
         config = json.loads((engine / "config.json").read_text())
         config["files"][template.name] = digest(template)
         (engine / "config.json").write_text(json.dumps(config))
@@ -256,6 +257,73 @@ def test_instructions_at_the_beginning_are_one_message(engine_of):
     for prompt in script.prompts[:4]:
         assert prompt.startswith("system: The system.\n\nThe developer.;\nuser: The user.;")
     assert script.prompts[4].startswith("system: The system.;\nuser: The user.;\nsystem: The developer.;")
+
+
+NAMES = ["get weather", "météo"]  # that nobody offered, and nobody can
+BY_NAME = "{% for name, value in call.function.arguments | items %}{{ name }}={{ value }},{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("chat_format", "reply", "past"),
+    [
+        ("qwen3", "".join(written("qwen3", name, {"x": 1}) for name in NAMES), [f"calls {name} 1" for name in NAMES]),
+        ("qwen3-coder", written("qwen3-coder", "add", {"x": 1, "y": 2}).partition("2")[0], ["calls add x=1,"]),
+        ("minimax-m2", written("minimax-m2", "tell", {"x": "Rome"}).partition("e</")[0], ["calls tell x=Rom,"]),
+    ],
+)
+def test_what_a_model_called_goes_back_whatever_it_called(engine_of, chat_format, reply, past):
+    """By a name of its own, or cut off amid the arguments, which the template takes apart."""
+    engine = engine_of(chat_format, call="" if chat_format == "qwen3" else BY_NAME)
+    script = Script(engine, reply, "Sorry.", reply, "Sorry.")
+    with fake_triton(script) as (_, triton), gateway(engine, triton) as url:
+        api = client(url)
+        message = api.chat.completions.create(model="tiny", messages=ASKED, tools=TOOLS).choices[0].message
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "wrong"} for call in message.tool_calls]
+        api.chat.completions.create(model="tiny", messages=[*ASKED, message, *results], tools=TOOLS)
+        output = api.responses.create(model="tiny", input=ASKED, tools=FLAT).output
+        calls = [item.call_id for item in output if item.type == "function_call"]
+        told = [{"type": "function_call_output", "call_id": call, "output": "wrong"} for call in calls]
+        api.responses.create(model="tiny", input=[*ASKED, *output, *told], tools=FLAT)
+    assert len(calls) == len(results) == len(past)
+    for line in past:
+        assert line in script.prompts[1] and line in script.prompts[3]
+
+
+def test_messages_of_the_official_clients_parsers_go_back_as_they_are(engine_of):
+    engine = engine_of("qwen3")
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
+    call = written("qwen3", "double", {"x": 1})
+    script = Script(engine, call, "Yes.", call, "Yes.")
+    arguments = dict(model="tiny", tools=strict)
+    with fake_triton(script) as (_, triton), gateway(engine, triton) as url:
+        completions = client(url).chat.completions
+        messages = [completions.parse(messages=ASKED, **arguments).choices[0].message]
+        with completions.stream(messages=[*ASKED, {"role": "assistant", "content": "a"}], **arguments) as events:
+            events.until_done()
+            assert events.get_final_completion().choices[0].message.content == "Yes."
+        with completions.stream(messages=ASKED, **arguments) as events:
+            events.until_done()
+            messages.append(events.get_final_completion().choices[0].message)
+        said = {"role": "assistant", "content": '{"a": 1}', "parsed": {"a": 1}}
+        results = [{"role": "tool", "tool_call_id": one.tool_calls[0].id, "content": "2"} for one in messages]
+        assert all(one.tool_calls[0].function.parsed_arguments == {"x": 1} for one in messages)
+        past = [*ASKED, messages[0], results[0], messages[1], results[1], said, *ASKED]
+        assert completions.create(messages=past, **arguments).choices[0].message.content == "Yes."
+
+
+def test_what_was_said_without_content_is_taken(engine_of):
+    engine = engine_of("qwen3")
+    script = Script(engine, "Yes.")
+    call = {"id": "c", "type": "function", "function": {"name": "double", "arguments": '{"x": 1}'}}
+    past = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": None},
+        {"role": "assistant", "content": None, "reasoning_content": "Hm."},
+        {"role": "assistant", "content": None, "refusal": "No."},
+    ]
+    with fake_triton(script) as (_, triton), gateway(engine, triton) as url:
+        client(url).chat.completions.create(model="tiny", messages=[*ASKED, *past, *ASKED])
+    assert "calls double 1;\ntool: ;\nassistant:  (thought Hm.);\nassistant: No.;" in script.prompts[0]
 
 
 def test_thinking_is_set_on_and_off(engine_of):

@@ -16,9 +16,12 @@ MOST_TOOLS = 128  # of a request, and calls of a message
 
 #: What would change a reply and is not done here, with the values that ask for nothing of it. Null always does.
 UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {"function_call": (), "audio": ()}
-_IGNORED_IN_MESSAGE = frozenset({"refusal", "annotations"})
+_IGNORED_IN_MESSAGE = frozenset({"annotations", "parsed"})  # parsed: the official client's own, in what it sends back
+IGNORED_IN_CALL = frozenset({"parsed_arguments"})
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+#: A name in the conversation's past: a model calls functions by names that nobody offered, and is told so.
+CalledName = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 def _text_of(content: object) -> object:
@@ -58,8 +61,13 @@ class CalledFunction(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    name: FunctionName
+    name: CalledName
     arguments: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, values: object) -> object:
+        return asked_of(values, {}, IGNORED_IN_CALL, "messages.tool_calls.function.")
 
 
 class ToolCall(BaseModel):
@@ -88,6 +96,7 @@ class Message(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_text_of)] = None
+    refusal: str | None = None  # an assistant's, in place of content
     name: str | None = None
     reasoning_content: str | None = None  # an assistant's, as replies here have it
     tool_calls: Annotated[list[ToolCall], FailFast(), Field(max_length=MOST_TOOLS)] = []
@@ -100,12 +109,14 @@ class Message(BaseModel):
 
     @model_validator(mode="after")
     def _whole(self) -> "Message":
-        if self.role != "assistant" and (self.tool_calls or self.reasoning_content is not None):
-            raise PydanticCustomError("role", "only an assistant's message has tool_calls or reasoning_content")
+        own = self.tool_calls or self.reasoning_content is not None or self.refusal is not None
+        if self.role != "assistant" and own:
+            raise PydanticCustomError("role", "only an assistant's has tool_calls, reasoning_content or a refusal")
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise PydanticCustomError("role", "a message of the role tool, and no other, has a tool_call_id")
-        if self.content is None and not self.tool_calls:
-            raise PydanticCustomError("content", "content: missing; only a message with tool_calls has none")
+        said = (self.content, self.reasoning_content, self.refusal)
+        if self.role != "tool" and not self.tool_calls and all(text is None for text in said):
+            raise PydanticCustomError("content", "content: missing; only an assistant that did something else has none")
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -117,7 +128,7 @@ class Message(BaseModel):
             "tool_call_id": self.tool_call_id,
         }
         role = "system" if self.role == "developer" else self.role
-        message = {"role": role, "content": self.content or ""}
+        message = {"role": role, "content": (self.refusal if self.content is None else self.content) or ""}
         return message | {name: value for name, value in given.items() if value is not None}
 
 

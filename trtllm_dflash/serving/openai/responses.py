@@ -13,8 +13,10 @@ from trtllm_dflash.runtime.request import MaxTokens
 from trtllm_dflash.serving.openai.errors import ApiError
 from trtllm_dflash.serving.openai.json_fields import JsonFields
 from trtllm_dflash.serving.openai.messages import (
+    IGNORED_IN_CALL,
     MOST_TOOLS,
     CalledFunction,
+    CalledName,
     Function,
     FunctionName,
     ToolCall,
@@ -55,7 +57,7 @@ _STATE = {
     "previous_response_id": "responses are not stored here; send the whole conversation as input",
 }
 
-_IGNORED_IN_ITEM = frozenset({"id", "status", "phase", "summary", "encrypted_content"})
+_IGNORED_IN_ITEM = frozenset({"id", "status", "phase", "summary", "encrypted_content"}) | IGNORED_IN_CALL
 
 
 def _text_of(content: object) -> object:
@@ -103,7 +105,7 @@ class InputCall(_Item):
 
     type: Literal["function_call"]
     call_id: str
-    name: FunctionName
+    name: CalledName
     arguments: str
 
 

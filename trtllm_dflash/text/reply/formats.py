@@ -8,7 +8,7 @@ from trtllm_dflash.text.reply.llama3 import Llama3Parser, one_call_each
 from trtllm_dflash.text.reply.parts import PlainParser, TextParser
 from trtllm_dflash.text.reply.qwen3 import Qwen3Parser
 from trtllm_dflash.text.reply.thinking import CLOSING, OPENING, ThinkingParser
-from trtllm_dflash.text.reply.xml_call import XmlCallParser
+from trtllm_dflash.text.reply.xml_call import XmlCallParser, with_objects
 
 #: `harmony` is gpt-oss's, which is known by its tokenizer and parsed by its tokens.
 ChatFormat = Literal["qwen3", "qwen3-coder", "llama3", "harmony", "gemma4", "minimax-m2", "kimi-k2"]
@@ -38,6 +38,8 @@ _MESSAGES: Mapping[ChatFormat, Callable[[Sequence[dict[str, Any]]], list[dict[st
     "llama3": one_call_each,
     "gemma4": gemma4.with_responses,
     "kimi-k2": kimi_k2.with_own_ids,
+    "minimax-m2": with_objects,
+    "qwen3-coder": with_objects,
 }
 
 

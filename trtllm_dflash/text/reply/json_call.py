@@ -2,6 +2,7 @@
 
 import json
 import re
+from typing import Any
 
 from trtllm_dflash.text.reply.parts import Part
 
@@ -120,3 +121,30 @@ class JsonCall:
         if whole:
             parts.append(Part("arguments", "{}"))
             self._arguments.done = self._tail.done = True
+
+
+def begun_object(text: str) -> dict[str, Any]:
+    """Reads an object that may be cut off: its last member as far as it goes, or without that; {} of what is none."""
+    closings: list[str] = []
+    in_string = escaped = False
+    last = 0  # where the comma before the last member stands
+    for at, character in enumerate(text):
+        if in_string:
+            in_string = escaped or character != '"'
+            escaped = character == "\\" and not escaped
+        elif character == '"':
+            in_string = True
+        elif character in "{[":
+            closings.append("}" if character == "{" else "]")
+        elif character in "}]" and closings:
+            closings.pop()
+        elif character == "," and len(closings) == 1:
+            last = at
+    for whole in (text + '"' * in_string + "".join(reversed(closings)), text[:last] + "}"):
+        try:
+            found = json.loads(whole, strict=False)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(found, dict):
+            return found
+    return {}

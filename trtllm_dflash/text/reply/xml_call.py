@@ -4,10 +4,11 @@ Values are written as they are: which of them are texts, and which are JSON, the
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trtllm_dflash.text.reply.json_call import begun_object
 from trtllm_dflash.text.reply.parts import MOST_BLANKS, TextParser, held, without_newlines
 
 _LONGEST_NAME = 256  # characters of a function's or a parameter's name
@@ -252,6 +253,25 @@ def value_of(text: str, types: frozenset[str]) -> str:
     else:
         fits = not types or any(isinstance(value, _TYPES.get(name, ())) for name in types)
     return written if fits else _json(text)
+
+
+def with_objects(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Makes objects of calls' arguments that are text, a call that was cut off say: the templates take them apart."""
+
+    def taken_apart(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        arguments = function.get("arguments")
+        if isinstance(arguments, Mapping):
+            return call
+        found = begun_object(arguments) if isinstance(arguments, str) else {}
+        return {**call, "function": {**function, "arguments": found}}
+
+    return [
+        {**message, "tool_calls": [taken_apart(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
 
 
 def _refuse_constant(name: str) -> None:
