@@ -224,6 +224,16 @@ CALL = [("call", "weather"), ("arguments", '{"city": "Zürich"}')]
             [("thinking", "One.\nTwo."), ("content", "Yes.")],
         ),
         ("<|channel|>analysis to=python<|message|>1 + 1<|call|>", [("thinking", "1 + 1")]),
+        # The namespace is left out at times; what is no name calls nothing.
+        ("<|channel|>commentary to=weather<|message|>{}<|call|>", [("call", "weather"), ("arguments", "{}")]),
+        ("<|channel|>commentary to=functions.<|message|>{}<|call|>", [("thinking", "{}")]),
+        # Arguments are none of JSON's where there are none; those that are cut off stay so.
+        (
+            "<|channel|>commentary to=functions.now<|message|><|end|><|start|>assistant<|channel|>commentary "
+            "to=functions.later<|message|><|call|>",
+            [("call", "now"), ("arguments", "{}"), ("call", "later"), ("arguments", "{}")],
+        ),
+        ("<|channel|>commentary to=functions.now<|message|>", [("call", "now")]),
         ("No Harmony.", [("content", "No Harmony.")]),
     ],
 )

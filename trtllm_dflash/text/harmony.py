@@ -12,7 +12,7 @@ import base64
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
@@ -104,24 +104,27 @@ class Harmony:
 
     def reply(self, stop: tuple[str, ...] = ()) -> TextStream:
         """Starts the text of a reply's final channel, which grows as tokens arrive; see `TextStream`."""
-        return _FinalText(self.parser(calls=False), self._tokenizer, stop)
+        return _FinalText(self.parser(None), self._tokenizer, stop)
 
-    def parser(self, calls: bool) -> "HarmonyParser":
+    def parser(self, functions: Collection[str] | None) -> "HarmonyParser":
         """Starts taking a reply apart; see `HarmonyParser`."""
-        return HarmonyParser(self._encoding, self._tokenizer, calls)
+        return HarmonyParser(self._encoding, self._tokenizer, functions)
 
 
 class HarmonyParser(Parser):
     """Takes a reply's tokens apart by Harmony's channels.
 
     Args:
-        calls: messages to functions are calls; else they count as thinking, as messages to other tools do.
+        functions: that are offered: messages to functions are calls, to others than these too. None: they count as
+            thinking, as messages to other tools do.
     """
 
-    def __init__(self, encoding: HarmonyEncoding, tokenizer: Tokenizer, calls: bool) -> None:
+    def __init__(
+        self, encoding: HarmonyEncoding, tokenizer: Tokenizer, functions: Collection[str] | None = None
+    ) -> None:
         self._parser: StreamableParser | None = StreamableParser(encoding, Role.ASSISTANT)
         self._tokenizer = tokenizer
-        self._calls = calls
+        self._functions = functions
         self._header: list[int] | None = []  # the tokens so far, while no message has begun
         self._text = TextStream(tokenizer)  # of the message that is being read
         self._kind: PartKind = "content"
@@ -161,17 +164,28 @@ class HarmonyParser(Parser):
             self._begin_message(self._parser.current_channel, self._parser.current_recipient)
         elif was_content:
             self._end_message()
+            if self._is_empty and self._kind == "arguments":
+                self._parts.append(Part("arguments", "{}"))
 
     def _begin_message(self, channel: str | None, recipient: str | None) -> None:
-        self._text = TextStream(self._tokenizer)
+        self._text, self._is_empty = TextStream(self._tokenizer), True
         before, self._kind = self._kind, "thinking"
-        if recipient is not None and recipient.startswith(_FUNCTIONS) and self._calls:
+        name = self._called(recipient)
+        if name:
             self._kind = "arguments"
-            self._parts.append(Part("call", recipient.removeprefix(_FUNCTIONS)))
+            self._parts.append(Part("call", name))
         elif recipient is None and channel != _ANALYSIS:
             self._kind = "content"  # the answer, or a word about the calls that follow it
         if self._kind == before != "arguments" and self._shown:
             self._parts.append(Part(before, "\n"))
+
+    def _called(self, recipient: str | None) -> str | None:
+        """Returns the function that a message goes to; one that is offered may be named without its namespace."""
+        if recipient is None or self._functions is None:
+            return None
+        if recipient.startswith(_FUNCTIONS):
+            return recipient.removeprefix(_FUNCTIONS)
+        return recipient if recipient in self._functions else None
 
     def _show(self, token: int) -> None:
         self._text.push(token)
@@ -184,7 +198,7 @@ class HarmonyParser(Parser):
     def _release(self) -> None:
         text = self._text.release()
         if text:
-            self._shown = True
+            self._shown, self._is_empty = True, False
             self._parts.append(Part(self._kind, text))
 
     def _take(self) -> list[Part]:
@@ -202,6 +216,7 @@ class HarmonyParser(Parser):
             self._show(token)
 
     _shown = False  # anything yet
+    _is_empty = True  # the message that is being read, so far
 
 
 class _FinalText(TextStream):

@@ -207,7 +207,7 @@ class TextCodec:
             schemas: of the parameters of each function that may be called, by its name; None: no calls are looked for.
         """
         if self._harmony is not None:
-            return self._harmony.parser(calls=schemas is not None)
+            return self._harmony.parser(schemas)
         return reply_parser(self.chat_format, schemas, self.begins_with_thinking(prompt_ids))
 
     def begins_with_thinking(self, prompt_ids: Sequence[int]) -> bool:
