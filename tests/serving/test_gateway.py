@@ -666,3 +666,15 @@ def test_sixty_four_streams_share_one_channel(tiny_engine):
 
     with fake_triton(meet) as (_, triton), gateway(tiny_engine, triton) as url:
         assert asyncio.run(ask_all(url)) == {"all here"}
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+def test_events_are_lines_for_clients_of_any_kind(tiny_engine, path):
+    """Some end a line where Unicode does, at characters that JSON has as they are."""
+    asked = SUM if path == "chat/completions" else "a"
+    body = json.dumps({"model": "tiny", "stream": True, REQUIRED[path][0]: asked})
+    said = response("a\u2028b\u2029c\u0085d é", 1, "stop")
+    with fake_triton(lambda _: iter([said])) as (_, triton), gateway(tiny_engine, triton) as url:
+        text = Reply(url, f"/v1/{path}", body).text
+    assert '"a\\u2028b\\u2029c\\u0085d é"' in text
+    assert all(line.startswith(("data: ", "event: ")) for line in text.splitlines() if line)

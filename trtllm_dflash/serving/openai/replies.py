@@ -15,6 +15,8 @@ from trtllm_dflash.text.token_text import TokenTexts
 
 _DONE = b"data: [DONE]\n\n"
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+#: What ends a line for Unicode and for some clients, and none of an event's for its standard.
+_LINE_ENDS = {ord(character): f"\\u{ord(character):04x}" for character in "\u0085\u2028\u2029"}
 
 
 @dataclass
@@ -217,7 +219,7 @@ class CompletionForm(Form):
     def _part(self, index: int, part: Part) -> bytes:
         if part.kind in self._texts:
             before, after = self._text_event(index, self._texts[part.kind])
-            return before + _JSON.encode(part.text).encode() + after
+            return before + _json(part.text) + after
         if part.kind == "call":
             self._calls[index] = self._calls.get(index, 0) + 1
             call = Call(part.text)
@@ -262,4 +264,10 @@ def _message(reply: Reply) -> dict[str, object]:
 
 def event(body: Mapping[str, object], name: str = "") -> bytes:
     """Makes a server-sent event."""
-    return (f"event: {name}\n" if name else "").encode() + b"data: " + _JSON.encode(body).encode() + b"\n\n"
+    return (f"event: {name}\n" if name else "").encode() + b"data: " + _json(body) + b"\n\n"
+
+
+def _json(value: object) -> bytes:
+    """Writes JSON on what any client takes for one line."""
+    text = _JSON.encode(value)
+    return (text if text.isascii() else text.translate(_LINE_ENDS)).encode()
