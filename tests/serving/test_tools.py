@@ -428,6 +428,39 @@ def test_the_events_of_a_response_tell_it_whole(engine_of):
     assert json.loads(done.model_dump_json())["tools"][0]["name"] == "double"
 
 
+@pytest.mark.parametrize(
+    ("text", "streamed", "whole"),
+    [
+        ("<think>\nHm", ["reasoning-"], ["reasoning-"]),
+        ("<think>\nHm.\n</think>\n\nBo", ["reasoning", "message-"], ["reasoning", "message-"]),
+        (
+            "Both:\n" + written("qwen3", "tell", {"x": 1}) + '\n<tool_call>\n{"name": "tell", "arguments": {"x"',
+            ["message", "function_call", "function_call-"],
+            ["message", "function_call", "function_call-"],
+        ),
+        # Whole, what is said before and behind calls is one item.
+        (
+            "Both:\n" + written("qwen3", "tell", {"x": 1}) + "\nTo",
+            ["message", "function_call", "message-"],
+            ["message-", "function_call"],
+        ),
+    ],
+)
+def test_the_item_that_is_cut_off_says_so_and_no_other(engine_of, text, streamed, whole):
+    def told(items):
+        return [item.type + {"completed": "", "incomplete": "-"}[item.status] for item in items]
+
+    def cut(_):
+        yield from (response(text[:5], 1), response(text[5:], 1), response("", 1, "length"))
+
+    arguments = dict(model="tiny", input="Go.", tools=FLAT)
+    with fake_triton(cut) as (_, triton), gateway(engine_of("qwen3"), triton) as url:
+        assert told(client(url).responses.create(**arguments).output) == whole
+        events = list(client(url).responses.create(**arguments, stream=True))
+    assert told(events[-1].response.output) == streamed
+    assert told([event.item for event in events if event.type == "response.output_item.done"]) == streamed
+
+
 def test_a_response_that_is_cut_off_or_fails_says_so(tiny_engine):
     def long(_):
         yield response("Half", 2, "length")

@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass, field
 from trtllm_dflash.serving.client import Piece
 from trtllm_dflash.serving.openai.errors import ApiError
 from trtllm_dflash.serving.openai.logprobs import CompletionLogprobs, Scored, of_chat, of_prompt
-from trtllm_dflash.text.reply.parts import Part
+from trtllm_dflash.text.reply.parts import Part, PartKind
 from trtllm_dflash.text.token_text import TokenTexts
 
 _DONE = b"data: [DONE]\n\n"
@@ -82,6 +82,7 @@ class Reply:
 
     Attributes:
         prompt: text of the prompt, where the reply repeats it.
+        last: the kind of its last part.
         scored, scored_prompt: tokens, where log-probabilities are asked for.
     """
 
@@ -90,6 +91,7 @@ class Reply:
     calls: list[Call] = field(default_factory=list)
     reason: str = ""
     prompt: str = ""
+    last: PartKind | None = None
     scored: list[Scored] = field(default_factory=list)
     scored_prompt: list[Scored] = field(default_factory=list)
 
@@ -103,6 +105,7 @@ class Reply:
         """Adds what a response adds."""
         self.scored += added.scored
         for part in added.parts:
+            self.last = part.kind
             if part.kind == "thinking":
                 self.thinking += part.text
             elif part.kind == "content":

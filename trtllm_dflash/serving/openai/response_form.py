@@ -55,6 +55,10 @@ class ResponseForm(Form):
             self._parts([Part("call", call.name), Part("arguments", call.arguments)])
         self._close()
         self._reason = reply.reason
+        # Items are in an order of kinds here: the one that was cut off need not be the last.
+        ended = next((item for item in reversed(self._output) if item["type"] == _ITEMS.get(reply.last or "")), None)
+        if ended is not None:
+            ended["status"] = self._status
         return self._response(self._status, usage)
 
     def opening(self, index: int) -> bytes:
@@ -66,7 +70,7 @@ class ResponseForm(Form):
 
     def ending(self, index: int, reason: str) -> bytes:
         self._reason = reason
-        return self._close()
+        return self._close(self._status)
 
     def closing(self, usage: Usage) -> bytes:
         return self._event(f"response.{self._status}", response=self._response(self._status, usage))
@@ -105,11 +109,11 @@ class ResponseForm(Form):
         item: dict[str, Any]
         if part.kind == "call":
             name = {"call_id": f"call_{secrets.token_hex(12)}", "name": part.text, "arguments": ""}
-            item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", **name}
+            item = {"id": f"fc_{secrets.token_hex(12)}", "type": _ITEMS["call"], **name}
         elif part.kind == "content":
-            item = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "content": []}
+            item = {"id": f"msg_{secrets.token_hex(12)}", "type": _ITEMS["content"], "role": "assistant", "content": []}
         else:
-            item = {"id": f"rs_{secrets.token_hex(12)}", "type": "reasoning", "summary": [], "content": []}
+            item = {"id": f"rs_{secrets.token_hex(12)}", "type": _ITEMS["thinking"], "summary": [], "content": []}
         item["status"] = "in_progress"
         self._output.append(item)
         added = self._event("response.output_item.added", output_index=len(self._output) - 1, item=dict(item))
@@ -117,8 +121,8 @@ class ResponseForm(Form):
             added += self._of_part("response.content_part.added", part=_content(part.kind, ""))
         return added
 
-    def _close(self) -> bytes:
-        """Ends the item that is being written, if any."""
+    def _close(self, status: str = "completed") -> bytes:
+        """Ends the item that is being written, if any; the last one may be cut off."""
         if not self._open:
             return b""
         kind, item = self._open, self._output[-1]
@@ -130,7 +134,7 @@ class ResponseForm(Form):
             done = self._of_part(f"{_DELTAS[kind]}.done", text=self._text)
             done += self._of_part("response.content_part.done", part=part)
             item["content"] = [part]
-        item["status"] = "completed"
+        item["status"] = status
         self._open = ""
         return done + self._event("response.output_item.done", output_index=len(self._output) - 1, item=dict(item))
 
@@ -145,6 +149,9 @@ class ResponseForm(Form):
         number, self._number = self._number, self._number + 1
         return event({"type": kind, "sequence_number": number, **fields}, kind)
 
+
+#: Types of items, by the kind of their parts.
+_ITEMS = {"thinking": "reasoning", "content": "message", "call": "function_call", "arguments": "function_call"}
 
 #: Beginnings of the names of events of a part's text.
 _DELTAS = {
