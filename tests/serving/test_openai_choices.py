@@ -7,7 +7,11 @@ import pytest
 
 from tests.serving.fake_triton import Refuse, fake_triton, response
 from tests.serving.test_gateway import STORY, Reply, client, gateway
-from trtllm_dflash.runtime.request import SamplingParams
+from trtllm_dflash.runtime.request import SamplingParams, TokenLogprobs
+from trtllm_dflash.serving.client import Piece, TokenRequest
+from trtllm_dflash.serving.openai import replies
+from trtllm_dflash.serving.openai.jobs import Choice
+from trtllm_dflash.text.reply.parts import PlainParser
 from trtllm_dflash.text.token_text import TokenTexts
 
 pytestmark = pytest.mark.slow
@@ -156,6 +160,25 @@ def test_forms_reach_the_engine(tiny_engine, monkeypatch, asked, kind, guide):
     assert written == [text for text in (kind, guide) if text is not None]
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_echo_has_the_prompts_tokens_and_each_its_own_among_the_likely(tiny, texts, size):
+    """Without a server: of a prompt of one token, no log-probabilities ever come."""
+    prompt, (new,) = tiny.codec.encode_words(PROMPT)[:size], tiny.codec.encode_words(" cat")
+    its, other = TokenLogprobs(-2.0, [(5, -0.5)]), texts.text(5)
+    request = TokenRequest(prompt, SamplingParams(logprobs=1, prompt_logprobs=1))
+    choice = Choice(request, PlainParser(), echo=tiny.codec.decode(prompt))
+    reply = replies.Reply(prompt=tiny.codec.decode(prompt))
+    piece = Piece(" cat", 1, [new], 0, 0, [], "length", 0, [its], [its] * (size - 1))
+    reply.add(choice.read(piece))
+    reply.scored_prompt = choice._scored_prompt
+    (body,) = replies.CompletionForm("tiny", False, texts=texts, prompts=True).whole([reply], choice.usage)["choices"]
+    found, tokens = body["logprobs"], [texts.text(token) for token in [*prompt, new]]
+    assert found["tokens"] == tokens and body["text"] == "".join(tokens)
+    assert found["token_logprobs"] == [None] + [-2.0] * size
+    assert found["top_logprobs"] == [None] + [{other: -0.5, token: -2.0} for token in tokens[1:]]
+    assert [each and list(each) for each in body["prompt_logprobs"]] == [None] + [[5, token] for token in prompt[1:]]
+
+
 def test_what_the_engine_refuses_bears_openais_name(tiny_engine):
     def refuse(inputs):
         field = "num_log_probs" if "return_log_probs" in inputs else "guided_decoding_guide"
@@ -167,6 +190,14 @@ def test_what_the_engine_refuses_bears_openais_name(tiny_engine):
             with pytest.raises(openai.BadRequestError, match=f"{param}: not yet") as refusal:
                 client(url).chat.completions.create(model="tiny", messages=STORY, **asked)
             assert refusal.value.param == param
+        form = {"structured_outputs": {"regex": "("}}
+        for create, asked in (
+            (client(url).chat.completions.create, {"messages": STORY}),
+            (client(url).completions.create, {"prompt": PROMPT}),
+        ):
+            with pytest.raises(openai.BadRequestError, match="structured_outputs: not yet") as refusal:
+                create(model="tiny", **asked, extra_body=form)
+            assert refusal.value.param == "structured_outputs"
 
 
 @pytest.mark.parametrize(

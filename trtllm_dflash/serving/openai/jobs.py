@@ -66,7 +66,9 @@ class Choice:
         self.reason = "stop" if self._shown.stopped else piece.finish_reason
         if self.reason == "stop" and self._calls:
             self.reason = "tool_calls"
-        if piece.prompt_logprobs:
+        # Of the first token there is none: a prompt of that alone has nothing to wait for.
+        alone = self.request.params.prompt_logprobs is not None and len(self.request.token_ids) == 1
+        if piece.prompt_logprobs or alone:
             first, *others = self.request.token_ids
             self._scored_prompt = [Scored(first, None), *map(Scored, others, piece.prompt_logprobs)]
         return Added(shown, self._scored(piece))

@@ -45,13 +45,21 @@ class CompletionLogprobs:
         for one in scored:
             offsets.append(self._offset)
             self._offset += len(self._decoder.decode(self._texts.raw(one.token)))
-        top = [one.its and {text(token): logprob for token, logprob in one.its.top_logprobs} for one in scored]
+        top = [self._top(one) for one in scored]
         return {
             "tokens": [text(one.token) for one in scored],
             "token_logprobs": [one.its and one.its.logprob for one in scored],
             "top_logprobs": top if any(top) else None,
             "text_offset": offsets,
         }
+
+    def _top(self, one: Scored) -> dict[str, float] | None:
+        """Lists the most likely tokens, and the chosen one behind them where it is none of these, as OpenAI does."""
+        if one.its is None or not one.its.top_logprobs:
+            return None
+        top = {self._texts.text(token): logprob for token, logprob in one.its.top_logprobs}
+        top.setdefault(self._texts.text(one.token), one.its.logprob)
+        return top
 
 
 def of_prompt(scored: Sequence[Scored], texts: TokenTexts) -> list[dict[int, dict[str, object]] | None]:

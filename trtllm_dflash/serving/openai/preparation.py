@@ -65,11 +65,6 @@ class Offer:
         return {function.name: function.parameters or {} for function in self.functions} or None
 
     @property
-    def form_field(self) -> str:
-        """The field of a request that the reply's form comes from."""
-        return "tools" if self.held else "response_format"
-
-    @property
     def most_calls(self) -> int | None:
         """The most calls that a reply may have; None: any number."""
         return None if self.parallel else 1
@@ -123,7 +118,8 @@ class Preparation:
                     echo=echo,
                 )
                 choices.append(choice)
-        return Job(tuple(choices), self._form(asked, False, asked.logprobs is not None), asked.stream, best)
+        form = self._form(asked, False, asked.logprobs is not None)
+        return Job(tuple(choices), form, asked.stream, best, asked.form_field)
 
     def chat(self, body: bytes, request_id: str) -> Job:
         """Makes a job of a body of /v1/chat/completions."""
@@ -143,8 +139,8 @@ class Preparation:
             self._chat_choice(each, self._codec.parser(ids, offer.schemas), offer.most_calls, index)
             for index, each in enumerate(requests)
         ]
-        form = self._form(asked, True, asked.logprobs)
-        return Job(tuple(choices), form, asked.stream, form_field=offer.form_field)
+        form, form_field = self._form(asked, True, asked.logprobs), "tools" if offer.held else asked.form_field
+        return Job(tuple(choices), form, asked.stream, form_field=form_field)
 
     def response(self, body: bytes, request_id: str) -> Job:
         """Makes a job of a body of /v1/responses."""
@@ -158,7 +154,7 @@ class Preparation:
         request = self._request(asked, ids, limit, request_id, {"structured": self._form_of_calls(offer, ids)})
         choice = self._chat_choice(request, self._codec.parser(ids, offer.schemas), offer.most_calls)
         form = ResponseForm(asked, self._name, request.params.temperature)
-        return Job((choice,), form, asked.stream, form_field=offer.form_field)
+        return Job((choice,), form, asked.stream, form_field="tools")
 
     def tokenized(self, body: bytes) -> dict[str, object]:
         """Answers a body of /tokenize."""
@@ -232,7 +228,7 @@ class Preparation:
         """Makes the form of a whole reply, of which its reader sees a part: the one that is held to what was asked."""
         if asked.structured is None or self._codec.chat_format != "harmony":
             return asked.structured
-        param = "response_format" if asked.response_format.structured else "structured_outputs"
+        param = asked.form_field
         try:
             return Structured(kind="grammar", value=harmony_form(asked.structured.kind, asked.structured.value))
         except RequestError as error:
@@ -242,7 +238,7 @@ class Preparation:
         """Refuses a form for a reply of which only a part would be held to it."""
         if asked.structured is None:
             return
-        param = "response_format" if asked.response_format.structured else "structured_outputs"
+        param = asked.form_field
         if functions:
             raise ApiError(400, f"{param}: not together with tools", param, "unsupported_value")
         if self._codec.chat_format != "harmony" and self._codec.begins_with_thinking(ids):

@@ -185,6 +185,11 @@ class CommonRequest(GenerationRequest):
         return self.response_format.structured or self.structured_outputs.structured
 
     @property
+    def form_field(self) -> str:
+        """The field that the form comes from."""
+        return "structured_outputs" if self.structured_outputs.structured else "response_format"
+
+    @property
     def include_usage(self) -> bool:
         """Whether the stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
