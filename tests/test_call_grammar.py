@@ -13,6 +13,7 @@ from trtllm_dflash.text.grammar import Grammars
 from trtllm_dflash.text.reply.call_grammar import call_grammar
 from trtllm_dflash.text.reply.formats import markers_of
 from trtllm_dflash.text.reply.grammar_terms import Callee
+from trtllm_dflash.text.reply.schema_parts import standing_alone
 
 FORMATS = ["qwen3", "qwen3-coder", "llama3", "gemma4", "minimax-m2", "kimi-k2"]
 #: Those whose markers are special tokens of some tokenizers; each with such a tokenizer too.
@@ -186,6 +187,8 @@ def nested(key, times=600):
         ("qwen3-coder", {"required": 5}, "'f': #/required is no JSON schema's"),
         ("qwen3-coder", {"properties": {"a>b": {}}}, "cannot write a parameter named 'a>b'"),
         ("qwen3-coder", {"anyOf": []}, "'f': #/anyOf cannot be held to in this format"),
+        ("qwen3-coder", {"type": "object", "additionalProperties": True}, "'f': #/additionalProperties cannot be"),
+        ("qwen3-coder", {"properties": {f"p{i}": {"$ref": "#"} for i in range(3000)}}, "'f': its schema is too long"),
         ("minimax-m2", {"properties": {"a": {"type": "string", "minLength": 2}}}, "'f': #/properties/a cannot be"),
         ("gemma4", {"properties": {"a": {"type": "string", "pattern": "b"}}}, "'f': #/properties/a/pattern cannot be"),
         ("gemma4", {"properties": {"a": {"items": {"not": {}}}}}, "'f': #/properties/a/items/not cannot be"),
@@ -214,6 +217,61 @@ def test_what_is_not_strict_is_held_as_far_as_can_be(vocabulary):
     for chat_format in FORMATS:
         source = call_grammar(chat_format, [Callee("f", schema, strict=False)], must=True)
         assert vocabulary(chat_format).allows(source, written(chat_format, "f", {"a": "b", "n": 2}))
+
+
+REFERRING = {
+    "type": "object",
+    "properties": {
+        "id": {"type": "integer"},
+        "kids": {"type": "array", "items": {"$ref": "#"}},
+        "like": {"$ref": "#/properties/id"},
+        "whole": {"$ref": "#/$defs/whole"},
+        "old": {"$ref": "#/definitions/old"},
+    },
+    "required": ["id"],
+    "additionalProperties": False,
+    "$defs": {"whole": {"enum": [7, 8]}},
+    "definitions": {"old": {"type": "array", "items": {"$ref": "#/properties/kids"}, "maxItems": 1}},
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("chat_format", FORMATS)
+def test_references_lead_into_the_functions_schema_from_anywhere_in_it(chat_format, strict, vocabulary):
+    source = call_grammar(chat_format, [Callee("f", REFERRING, strict)], must=True)
+
+    def ok(**more):
+        # In the order of names, which Gemma's calls have.
+        arguments = dict(sorted({"id": 1, **more}.items())) if chat_format == "gemma4" else {"id": 1, **more}
+        return vocabulary(chat_format).allows(source, written(chat_format, "f", arguments))
+
+    assert ok(kids=[{"id": 2, "kids": []}, {"id": 3}]) and not ok(kids=[[]]) and not ok(kids=[{"kids": []}])
+    assert ok(like=5, whole=8) and not ok(like=[]) and not ok(whole=9)
+    assert ok(old=[[{"id": 4, "whole": 7}]]) and not ok(old=[[{"id": 4, "whole": 6}]])
+
+
+def test_a_reference_that_is_a_value_or_a_name_stays_as_it_is():
+    part = {"properties": {"$ref": {"$ref": "#"}, "enum": {"$ref": "#/properties/a"}}, "default": {"$ref": "#"}}
+    alone = standing_alone(part, {"properties": {"a": True}})
+    assert alone["properties"]["$ref"] == {"$ref": "#/$defs/whole"}
+    assert alone["properties"]["enum"] == {"$ref": "#/$defs/whole/properties/a"}
+    assert alone["default"] == {"$ref": "#"}
+    assert alone["$defs"] == {"whole": {"type": "object", "properties": {"a": True}}}
+    assert standing_alone(part, {"$defs": 5}) == part
+
+
+@pytest.mark.parametrize("chat_format", ["qwen3-coder", "minimax-m2"])
+def test_a_function_of_any_parameters_may_be_called_with_any(chat_format, vocabulary):
+    def ok(schema, arguments):
+        source = call_grammar(chat_format, [Callee("f", schema, strict=False)], must=True)
+        return vocabulary(chat_format).allows(source, written(chat_format, "f", arguments))
+
+    for schema in ({"type": "object", "additionalProperties": True}, {"anyOf": [{"required": ["a"]}]}):
+        assert ok(schema, {}) and ok(schema, {"a": "Rome\n<b>", "b c": "2"})
+    numbers = {"properties": {}, "additionalProperties": {"type": "integer"}}
+    assert ok(numbers, {"a": 1, "b": -2}) and not ok(numbers, {"a": "x"})
+    for schema in ({}, {"type": "object", "properties": {}}, {"additionalProperties": False}):
+        assert ok(schema, {}) and not ok(schema, {"a": "x"})
 
 
 def test_gemmas_grammar_grows_with_the_properties_and_no_faster(vocabulary):
@@ -262,6 +320,7 @@ def test_gemmas_notation_is_held_to_each_kind_of_schema(vocabulary):
         "either": {"type": ["integer", "array"], "items": {"type": "string"}, "minItems": 2},
         "free": {"type": "object"},
         "list": {"type": "array", "maxItems": 0},
+        "one": {"type": "array", "maxItems": 1},
         "tree": {"$ref": "#/$defs/tree"},
     }
     schema = {"properties": kinds, "$defs": {"tree": tree}}
@@ -276,6 +335,8 @@ def test_gemmas_notation_is_held_to_each_kind_of_schema(vocabulary):
         {"boolean": True, "choice": {"k": "v"}, "either": ["a", "b", "c"], "free": {"q": ["r"]}, "list": []},
         {"choice": "x", "either": 7},
         {"choice": [1]},
+        {"one": []},
+        {"one": [2]},
     ):
         assert ok(arguments), arguments
     for arguments in (
@@ -284,6 +345,7 @@ def test_gemmas_notation_is_held_to_each_kind_of_schema(vocabulary):
         {"either": ["a"]},
         {"either": "a"},
         {"list": [1]},
+        {"one": [1, 2]},
         {"tree": {"leaf": "a"}},
         {"other": 1},
     ):

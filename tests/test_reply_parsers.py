@@ -407,6 +407,13 @@ def test_a_value_has_the_type_that_the_schema_gives_it(parameter, value, expecte
     assert calls_of(parsed("qwen3-coder", [text])) == [("write", {parameter: expected})]
 
 
+@pytest.mark.parametrize(("more", "expected"), [({"type": "integer"}, 5), ({"type": "string"}, "5"), (True, "5")])
+def test_a_value_of_no_told_name_has_the_type_that_the_schema_gives_all_of_them(more, expected):
+    schema = {"type": "object", "additionalProperties": more}
+    call = written("qwen3-coder", "f", {"a": "5"})
+    assert calls_of(parsed("qwen3-coder", [call], {"f": schema})) == [("f", {"a": expected})]
+
+
 @pytest.mark.parametrize(
     ("begun", "text", "thinking", "content"),
     [

@@ -8,9 +8,11 @@ from trtllm_dflash.text.reply import gemma4, kimi_k2, minimax_m2, qwen3, qwen3_c
 from trtllm_dflash.text.reply.formats import ChatFormat
 from trtllm_dflash.text.reply.gemma4_grammar import gemma4_call
 from trtllm_dflash.text.reply.grammar_terms import REMARKS, TERMINALS, Callee, Marks, json_value, text, unheld
+from trtllm_dflash.text.reply.schema_parts import SHARED, standing_alone
 from trtllm_dflash.text.reply.thinking import CLOSING, OPENING
-from trtllm_dflash.text.reply.xml_call import Tags, types_of
+from trtllm_dflash.text.reply.xml_call import LONGEST_NAME, Tags, types_of
 
+_MOST_WRITTEN = 1 << 22  # characters of a function's rules: parts of a schema may each refer to all of it
 _SCALARS = frozenset({"string", "null", "boolean", "integer", "number"})
 
 
@@ -129,36 +131,60 @@ def _xml_call(tags: Tags, rule: str, function: Callee, before: str, after: str) 
     unwritable = next((name for name in properties if tags.name_end in name or "\n" in name), None)
     if unwritable is not None:
         raise RequestError(f"{function.name!r}: this format cannot write a parameter named {unwritable!r}", "tools")
-    loose = sorted(schema.keys() - {"type", "properties", "required", "additionalProperties", "$defs", "definitions"})
+    loose = sorted(schema.keys() - {"type", "properties", "required", "additionalProperties", *SHARED})
     loose = [name for name in loose if name not in REMARKS and not name.startswith("$schema")]
     needed = {name for name in required if isinstance(name, str)}
+    more = schema.get("additionalProperties")
+    # Of parameters that have no names here; a schema that says nothing of them means that there are none.
+    is_open = not properties and more is not False and bool(loose or needed or more is not None)
     if not needed <= properties.keys():
         loose.append("required")
+    if is_open:
+        loose.append("additionalProperties")
     if function.strict and loose:
         raise unheld(function, f"#/{loose[0]}")
-    parameters, rules = [], []
+    parameters, rules, written = [], [], 0
     for number, (name, inner) in enumerate(properties.items()):
         parameter = f"{rule}_{number}"
         parameters.append(parameter + ("" if name in needed else "?"))
-        rules += _parameter(tags, parameter, name, inner, function)
+        if function.strict and not _is_held(inner):
+            raise unheld(function, f"#/properties/{name}")
+        rules += _parameter(tags, parameter, text(name), inner, function)
+        written += len(rules[-1])
+        if written > _MOST_WRITTEN:
+            raise RequestError(f"{function.name!r}: its schema is too long, with what its references lead to", "tools")
+    if is_open:
+        parameters.append(f"{rule}_any*")
+        rules += _parameter(tags, f"{rule}_any", rf'/[^<>"\n]{{1,{LONGEST_NAME}}}/', more, function)
     head = f"{before}{tags.function}{function.name}{tags.name_end}\n"
     body = " ".join([text(head), *parameters, text(tags.function_end + after)])
     return [f"{rule}: {body}", *rules]
 
 
 def _parameter(tags: Tags, rule: str, name: str, schema: object, function: Callee) -> list[str]:
-    head = text(f"{tags.parameter}{name}{tags.name_end}{tags.edge}")
+    """Writes the rule of a parameter; its name is an expression."""
+    head = f"{text(tags.parameter)} {name} {text(tags.name_end + tags.edge)}"
     end = f"{tags.edge}{tags.parameter_end}\n"
-    choices = schema.get("enum") if isinstance(schema, Mapping) else None
-    if isinstance(choices, list) and choices and all(isinstance(choice, str) for choice in choices):
+    choices = _choices(schema)
+    if choices:
         return [f"{rule}: {head} ({' | '.join(text(choice + end) for choice in choices)})"]
     if "string" in types_of(schema):
-        if function.strict and not _is_any_scalar(schema):
-            raise unheld(function, f"#/properties/{name}")
         return [f"{rule}: {head} {rule}_text", f"{rule}_text[lazy]: TEXT {text(end)}"]
-    shared = {key: function.schema[key] for key in ("$defs", "definitions") if key in function.schema}
-    value = {**shared, **schema} if isinstance(schema, Mapping) else schema
-    return [f"{rule}: {head} {rule}_value {text(end)}", f"{rule}_value: {json_value(value, function.strict)}"]
+    # Each is a document, in which # is no longer the function's schema.
+    value = json_value(standing_alone(schema, function.schema), function.strict)
+    return [f"{rule}: {head} {rule}_value {text(end)}", f"{rule}_value: {value}"]
+
+
+def _choices(schema: object) -> list[str]:
+    """Returns the texts of which a value is one; none where it may be something else."""
+    choices = schema.get("enum") if isinstance(schema, Mapping) else None
+    is_of_texts = isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
+    return choices if is_of_texts and choices else []
+
+
+def _is_held(schema: object) -> bool:
+    """Whether a parameter can be held to all of that schema: one that may be a text is written as it is."""
+    return bool(_choices(schema)) or "string" not in types_of(schema) or _is_any_scalar(schema)
 
 
 def _is_any_scalar(schema: object) -> bool:

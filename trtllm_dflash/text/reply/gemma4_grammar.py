@@ -151,7 +151,8 @@ class _Arguments:
             return '"[" "]"'
         item = self._new_rule(self.value(schema.get("items", True), f"{place}/items"))
         upper = "" if most is None else most - 1
-        items = f'{item} ("," {item}){{{max(least - 1, 0)},{upper}}}'
+        # The library takes no repetition of at most none.
+        items = item if upper == 0 and least < 2 else f'{item} ("," {item}){{{max(least - 1, 0)},{upper}}}'
         return f'"[" {items} "]"' if least else f'"[" ({items})? "]"'
 
     def _exactly(self, value: Any) -> str:
@@ -197,10 +198,10 @@ class _Arguments:
     def _reference(self, target: Any, place: str) -> str:
         """Writes what a reference inside the function's schema stands for; its rule, once."""
         parts = target.removeprefix("#/").split("/") if isinstance(target, str) and target.startswith("#/") else []
-        found: Any = self._function.schema
+        found: Any = {"type": "object", **self._function.schema}
         for part in parts:
             found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-        if not parts or found is None:
+        if (not parts and target != "#") or found is None:
             raise self._wrong(f"{place}/$ref is none that is in the schema")
         if target not in self._references:
             self._references[target] = f"{self._rule}_ref_{len(self._references)}"

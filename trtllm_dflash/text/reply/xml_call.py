@@ -11,7 +11,7 @@ from typing import Any
 from trtllm_dflash.text.reply.json_call import begun_object
 from trtllm_dflash.text.reply.parts import MOST_BLANKS, TextParser, held, without_newlines
 
-_LONGEST_NAME = 256  # characters of a function's or a parameter's name
+LONGEST_NAME = 256  # characters of a function's or a parameter's name
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class XmlCallParser(TextParser):
 
     def _named(self) -> bool:
         name, end, rest = self._buffer.partition(self._tags.name_end)
-        if len(name) > _LONGEST_NAME or "\n" in name or (end and name not in self._schemas):
+        if len(name) > LONGEST_NAME or "\n" in name or (end and name not in self._schemas):
             return self._refuse()
         if not end:
             return False
@@ -138,14 +138,15 @@ class XmlCallParser(TextParser):
     def _key(self) -> bool:
         key, end, rest = self._buffer.partition(self._tags.name_end)
         begun = 0 if end else held(key, self._tags.name_end)
-        if len(key) - begun > _LONGEST_NAME:
+        if len(key) - begun > LONGEST_NAME:
             self._state = self._between  # no argument: it is left out
             return True
         if not end:
             return False
         self._buffer = rest
-        schema = self._schemas[self._function].get("properties", {})
-        self._types = types_of(schema.get(key)) if isinstance(schema, Mapping) else frozenset()
+        schema = self._schemas[self._function]
+        properties, more = schema.get("properties", {}), schema.get("additionalProperties")
+        self._types = types_of(properties.get(key, more)) if isinstance(properties, Mapping) else frozenset()
         self._value = []
         self._emit("arguments", f"{self._separator}{_json(key)}: ")
         self._separator = ", "
