@@ -19,7 +19,7 @@ def standing_alone(part: Any, root: Mapping[str, Any]) -> Any:
     shared = {key: root[key] for key in SHARED if key in root}
     names = shared.get("$defs", {})
     if not isinstance(names, Mapping):
-        return part  # the whole is no schema, as its reader will say
+        return part  # no reference can lead there
     whole = next(name for at in count() if (name := f"whole_{at}" if at else "whole") not in names)
     before = {**part, **shared}
     moved = _moved(before, f"#/$defs/{whole}")
