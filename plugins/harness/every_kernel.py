@@ -744,7 +744,7 @@ def wide_products(dtype: torch.dtype) -> None:
     """Products of tens of rows, of each division of the outputs on 132 multiprocessors."""
     if not is_hopper(CUDA):
         return
-    for outputs in (2048, 4096, 6144, 7168, 12288, 16384, 19008, 24576):
+    for outputs in (2048, 2880, 4096, 5120, 6144, 7168, 12288, 14336, 16384, 19008, 24576):
         weight, bias = normal(outputs, 256, dtype=dtype, by=0.05), normal(outputs, dtype=dtype)
         for rows in (20, 50, 100):
             x, residual = normal(rows, 256, dtype=dtype), normal(rows, outputs, dtype=dtype)
