@@ -37,13 +37,12 @@ struct Workspace
     }
 };
 
-template <int kBlocks>
 cudaError_t launch_route(dflash_moe_params const& p, Route const& route, int tile, cudaStream_t stream)
 {
-    auto const kernel = p.logits_dtype == DFLASH_FP32 ? route_kernel<float, kBlocks>
-        : p.logits_dtype == DFLASH_FP16               ? route_kernel<__half, kBlocks>
-                                                      : route_kernel<__nv_bfloat16, kBlocks>;
-    return launch_kernel(kernel, dim3(kBlocks), kRouteThreads, 0, stream, p, route, tile);
+    auto const kernel = p.logits_dtype == DFLASH_FP32 ? route_kernel<float>
+        : p.logits_dtype == DFLASH_FP16               ? route_kernel<__half>
+                                                      : route_kernel<__nv_bfloat16>;
+    return launch_kernel(kernel, dim3(1), kRouteThreads, 0, stream, p, route, tile);
 }
 
 int warps_that_fit(Device const& device, int inputs, Weight weight, int tokens)
@@ -98,9 +97,7 @@ template <typename T, int kTokens>
 cudaError_t launch_moe(dflash_moe_params const& p, void* workspace, Device const& device, cudaStream_t stream)
 {
     Workspace const space(p, workspace);
-    bool const is_a_warp_each = p.rows <= kRouteThreads / 32;
-    cudaError_t error = is_a_warp_each ? launch_route<1>(p, space.route, kTokens, stream)
-                                       : launch_route<kCluster>(p, space.route, kTokens, stream);
+    cudaError_t error = launch_route(p, space.route, kTokens, stream);
     if (error)
     {
         return error;

@@ -1,7 +1,6 @@
 // The routing of a mixture of experts: each row's experts and their shares, and each expert's rows in groups.
 #pragma once
 
-#include "cluster.cuh"
 #include "dflash_kernels.h"
 #include "element.cuh"
 #include "launch.cuh"
@@ -341,35 +340,28 @@ __device__ __forceinline__ void make_groups(
     }
 }
 
-// Of more rows than a block has warps, a cluster's blocks choose; the first one has the members, and does the rest.
-template <typename L, int kBlocks>
-__global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kRouteThreads)
+template <typename L>
+__global__ void __launch_bounds__(kRouteThreads)
     route_kernel(dflash_moe_params const p, Route const route, int const tile)
 {
-    __shared__ Members own;
+    __shared__ Members members;
     __shared__ uint32_t sums[kRouteThreads / 32];
-    constexpr int kWarps = kRouteThreads / 32;
-    int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, chosen = experts_of_row(p);
-    bool const is_first = kBlocks == 1 || blockIdx.x == 0;
-    Members& members = kBlocks == 1 ? own : *of_block(&own, 0);
+    int const first_row = threadIdx.x / 32, lane = threadIdx.x % 32, chosen = experts_of_row(p);
 
     trigger();
 #pragma unroll 1
-    for (int turn = kBlocks == 1 && p.rows <= kRehearsedRows ? 0 : 1; turn < 2; ++turn)
+    for (int turn = p.rows <= kRehearsedRows ? 0 : 1; turn < 2; ++turn)
     {
         bool const stores = turn == 1;
-        if (is_first)
-        {
-            own.clear(own_experts(p));
-        }
+        members.clear(own_experts(p));
         if (stores)
         {
             wait();
         }
-        meet_blocks<kBlocks>();
+        __syncthreads();
         int expert = -1;
 #pragma unroll 1
-        for (int row = blockIdx.x * kWarps + warp; row < p.rows; row += kBlocks * kWarps)
+        for (int row = first_row; row < p.rows; row += kRouteThreads / 32)
         {
             expert = choose_experts<L>(p, route, row, stores);
             if (expert >= 0)
@@ -377,24 +369,20 @@ __global__ void __cluster_dims__(kBlocks, 1, 1) __launch_bounds__(kRouteThreads)
                 members.add(expert, row);
             }
         }
-        meet_blocks<kBlocks>();
-        if (!is_first)
-        {
-            return;
-        }
-        make_groups(p, route, tile, own, sums, stores);
+        __syncthreads();
+        make_groups(p, route, tile, members, sums, stores);
         __syncthreads();
 #pragma unroll 1
-        for (int row = warp; row < p.rows; row += kWarps)
+        for (int row = first_row; row < p.rows; row += kRouteThreads / 32)
         {
             int const pair = row * chosen + lane;
-            if (kBlocks > 1) // other warps have chosen
+            if (p.rows > kRouteThreads / 32) // a warp has had several
             {
-                expert = lane < chosen ? load_new(route.experts + pair) : -1;
+                expert = lane < chosen ? route.experts[pair] : -1;
             }
             if (expert >= 0)
             {
-                int const place = own.place(expert, row);
+                int const place = members.place(expert, row);
                 if (stores)
                 {
                     route.places[pair] = place;
