@@ -1,6 +1,7 @@
 """The shipped hybrid: what it is, that its drafter is accepted, and that drafting changes no token of its text."""
 
 import json
+import queue
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +14,7 @@ import trtllm_dflash
 from tests.conftest import HYBRID, TINY, succeeds
 from tests.family_checks import on_ranks
 from tests.near_ties import all_logits
+from tests.waiting import PATIENCE
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.catalog import find_entry
 from trtllm_dflash.pairs.prompts import read_prompts
@@ -110,6 +112,17 @@ def test_a_second_turn_goes_on_from_a_kept_state_and_shares_the_first_one_s_rows
     # A new scheduler knows of no rows and no states.
     assert hybrid.generate([talk], params, draft=False)[0].token_ids == second
     assert first != second
+
+
+def test_a_service_of_it_starts_with_its_defaults_and_answers(hybrid):
+    """It times steps of slots that have read nothing."""
+    prompt, params, ends = chats(1)["json"][0], SamplingParams(max_tokens=12), queue.SimpleQueue()
+    service = hybrid.service()
+    service.submit(prompt, params, lambda update: ends.put(update) if update.completion or update.error else None)
+    end = ends.get(timeout=PATIENCE)
+    service.close()
+    assert end.error is None
+    assert end.completion.token_ids == hybrid.generate([prompt], params, draft=False)[0].token_ids
 
 
 @pytest.mark.slow

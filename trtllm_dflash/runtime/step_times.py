@@ -12,7 +12,7 @@ import torch
 from trtllm_dflash.engine.ladder import LEAST_SHARING, batch_sizes, prompt_sizes
 from trtllm_dflash.runtime.draft_length import StepTimes
 from trtllm_dflash.runtime.prefill_budget import MixedStepTimes
-from trtllm_dflash.session.calls import Piece, Prepare, Step
+from trtllm_dflash.session.calls import Piece, Place, Prepare, Step
 from trtllm_dflash.session.session import Session
 from trtllm_dflash.step import Drafting
 
@@ -74,7 +74,7 @@ def measure(session: Session, lengths: Sequence[int], shared: bool = False) -> S
     sizes = [slots for slots in sizes if slots >= LEAST_SHARING] if shared else sizes
     for slots in sizes:
         for slot in range(slots):
-            session.run(_first(slot, position, lengths)).read()
+            _begin(session, slot, position, lengths)
         for drafts in lengths or [0]:
             times[slots, drafts] = _seconds(session, _step(session, range(slots), [], drafts, lengths, shared))
     return times
@@ -90,7 +90,7 @@ def measure_mixed(session: Session, lengths: Sequence[int]) -> MixedStepTimes:
     for slots in {*batch_sizes(config.max_batch)[-3:-2], config.max_batch}:
         decoding = range(slots - 1)  # the last slot reads
         for slot in decoding:
-            session.run(_first(slot, min(_POSITION, config.max_seq_len - 1), lengths)).read()
+            _begin(session, slot, min(_POSITION, config.max_seq_len - 1), lengths)
         for drafts in few:
             for tokens in prompt_sizes(config.chunk):
                 ids = [0] * min(tokens, session.limits.prompt_rows, config.max_seq_len - 1)
@@ -118,8 +118,11 @@ def _step(
     return Step(rows, pieces, drafting, drafts + 1, sampled=False, tree=tree)
 
 
-def _first(slot: int, position: int, lengths: Sequence[int]) -> Step:
-    return Step([], [Piece(slot, position, [0], True)], _drafting(0, lengths), 1, sampled=False)
+def _begin(session: Session, slot: int, position: int, lengths: Sequence[int]) -> None:
+    """Lets a slot stand at a position, whatever lies before it, and gives it its next rows."""
+    if session.config.target.delta is not None:
+        session.place(Place(slot, position))
+    session.run(Step([], [Piece(slot, position, [0], True)], _drafting(0, lengths), 1, sampled=False)).read()
 
 
 def _drafting(drafts: int, lengths: Sequence[int]) -> Drafting:
