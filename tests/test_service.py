@@ -226,6 +226,30 @@ def test_a_fault_of_one_requests_text_fails_that_request_alone(llm, service, mon
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("part", ["accept", "plan"])
+def test_faults_of_grammars_end_those_requests_alone(llm, service, monkeypatch, part, ranks):
+    real, poisoned = getattr(Grammar, part), []
+
+    def fails(self, *more):
+        if self in poisoned:
+            raise KeyError("astray")
+        return real(self, *more)
+
+    monkeypatch.setattr(service, "_config", llm.config.model_copy(update={"tp": ranks}))
+    monkeypatch.setattr(Grammar, part, fails)
+    other = Client(service, CHATS[1], 900, ignore_eos=True)
+    for _ in range(MOST_FAILURES):
+        held = Client(service, CHATS[0], 900, structured=Structured(kind="grammar", value='start: "x" start'))
+        held.first()
+        poisoned.append(held.ticket.sequence.grammar)
+        assert "astray" in str(held.wait()[-1].error)
+    assert Client(service, CHATS[0], 4).wait()[-1].completion is not None
+    assert service.failure is None
+    service.cancel(other.ticket)
+    assert isinstance(other.wait()[-1].error, CancelledError)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("part", ["push", "finish"])
 def test_faults_of_texts_do_not_end_the_service(llm, service, monkeypatch, part, ranks):
     def fails(self, *token):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from typing import Literal, Optional
 
 import pytest
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tests.conftest import TINY
 from tests.family_checks import on_ranks
 from trtllm_dflash import LLM, SamplingParams, Structured
-from trtllm_dflash.errors import EngineError, RequestError
+from trtllm_dflash.errors import ReplyError, RequestError
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime import guiding
 from trtllm_dflash.runtime.intake import Intake
@@ -181,6 +182,24 @@ def test_penalties_and_bans_choose_among_what_the_grammar_allows(loaded):
         assert len(reply.logprobs) == len(reply.token_ids)
 
 
+LINK = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Structured(kind="grammar", value='start: "x" start'),
+        Structured(kind="json_schema", value=LINK),
+        Structured(kind="json_schema", value={"type": "array", "items": {"const": 1}, "minItems": 20_000}),
+    ],
+    ids=["rule", "reference", "array"],
+)
+def test_a_form_that_forces_its_tokens_without_end_is_kept_drafted_or_not(loaded, form):
+    (drafted,), (plain,) = (loaded.generate([ASK], asked(form, max_tokens=18), draft=draft) for draft in (True, False))
+    assert drafted.token_ids == plain.token_ids
+    assert drafted.accepted_tokens > 8
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_grammar_that_cannot_be_followed_ends_its_reply_alone(loaded, replies, requests, monkeypatch, ahead):
     """At its prompt's end, at a later step, where a mask is made and where its tokens are taken; every step is run to
@@ -310,9 +329,37 @@ def test_what_is_too_complex_behind_a_draft_fails_only_replies_that_come_there(g
         grammar.plan([])
 
 
-def test_a_token_that_is_not_allowed_is_the_engine_s_fault(grammars, tiny):
-    with pytest.raises(EngineError, match="left the reply's grammar"):
+def test_a_token_that_is_not_allowed_is_a_fault_of_that_reply(grammars, tiny):
+    with pytest.raises(ReplyError, match="left the reply's grammar"):
         grammars.compile("regex", "x+").accept(tiny.codec.encode_words("a")[0])
+
+
+class Full:
+    """A matcher that cannot go on behind any token."""
+
+    _went_on = False
+
+    def consume_token(self, token):
+        self._went_on = True
+
+    consume_tokens = consume_token
+
+    def is_error(self):
+        return self._went_on
+
+    def get_error(self):
+        return "too many items<state>"
+
+    def unsafe_compute_mask_ptr(self, address, size):
+        pass
+
+
+def test_a_token_of_a_row_that_was_left_open_is_a_fault_of_the_grammar(grammars, tiny):
+    grammar = grammars.compile("regex", "x+")
+    (right,), (wrong,) = tiny.codec.encode_words("x"), tiny.codec.encode_words("a")
+    assert len(replace(grammar.plan([right]), matcher=Full).masks) == 2 * tiny.config.target.vocab_size // 8
+    with pytest.raises(RequestError, match=r"structured: cannot be followed: too many items$"):
+        grammar.accept(wrong)
 
 
 def nested(depth):

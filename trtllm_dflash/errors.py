@@ -22,7 +22,7 @@ class EngineError(DFlashError):
 
 
 class ReplyError(EngineError):
-    """A reply that cannot be made, where the engine computes as it should: a fault of its text, say."""
+    """A reply that cannot be made, where the engine computes as it should: a fault of its text or its grammar, say."""
 
 
 class RequestError(DFlashError):

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from trtllm_dflash.errors import RequestError
+from trtllm_dflash.errors import DFlashError
 from trtllm_dflash.runtime.batch import Batch
 from trtllm_dflash.runtime.launched import Launched
+from trtllm_dflash.runtime.request import fault_of
 from trtllm_dflash.runtime.slots import Stay
 from trtllm_dflash.session.calls import Guide, Masks, Piece
 from trtllm_dflash.session.session import Session
@@ -51,7 +52,7 @@ class StepMasks(Masks):
         stays: list[Stay],
         guides: list[Guide],
         make: "Callable[[], list[Plan | None]]",
-        errors: dict[Stay, RequestError],
+        errors: dict[Stay, DFlashError],
     ) -> None:
         self._stays, self._plans = stays, cache(make)
         self._rows = [guide.rows for guide in guides]
@@ -67,8 +68,8 @@ class StepMasks(Masks):
             try:
                 if plan is not None:
                     plan.write(address, rows)
-            except RequestError as error:
-                self.errors[stay] = error
+            except Exception as error:  # whatever the library raises: no other reply's matter
+                self.errors[stay] = fault_of("grammar", error)
             if plan is None or stay in self.errors:
                 allow_all(address, rows, self.width)
             address += 4 * rows * self.width
@@ -93,7 +94,7 @@ def guide_step(
     counts = [min(batch.drafted[place], session.config.block_size - 1) for place in batch.guided]
     guides = [Guide(stay.slot, [], own=count) for stay, count in zip(decoding, counts, strict=True)]
     guides += [Guide(stay.slot, []) for stay in begun]
-    errors: dict[Stay, RequestError] = {}
+    errors: dict[Stay, DFlashError] = {}
     make = partial(_plans, session, guided, guides, len(decoding), under_way, errors)
     if any(counts) and (not under_way or session.communicator.size > 1 or _is_worth_waiting(batch)):
         plans = make(complete=True)
@@ -116,7 +117,7 @@ def _plans(
     guides: list[Guide],
     decoding: int,
     under_way: list[Launched],
-    errors: dict[Stay, RequestError],
+    errors: dict[Stay, DFlashError],
     complete: bool = False,
 ) -> "list[Plan | None]":
     """Makes the plans of slots, of which so many decode, behind what the steps under way give them.
@@ -140,8 +141,8 @@ def _plans(
         own = drafts.get(guide.slot, [])[: guide.own]
         try:
             plans.append(_grammar(stay).plan(own, behind.get(stay, []), complete))
-        except RequestError as error:
-            errors[stay] = error
+        except Exception as error:
+            errors[stay] = fault_of("grammar", error)
             plans.append(None)
     return plans
 

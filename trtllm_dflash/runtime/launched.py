@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from trtllm_dflash.errors import RequestError
+from trtllm_dflash.errors import DFlashError
 from trtllm_dflash.runtime.batch import Batch
 from trtllm_dflash.runtime.slots import Stay
 from trtllm_dflash.session.session import Outcome
@@ -19,7 +19,7 @@ class Launched:
     drafting: Drafting
     number: int  # of steps with decoding slots, up to this one
     reports: bool  # it has log-probabilities
-    errors: dict[Stay, RequestError] = field(default_factory=dict)  # of replies whose grammars cannot be followed
+    errors: dict[Stay, DFlashError] = field(default_factory=dict)  # of replies whose grammars cannot be followed
     is_cut: bool = False  # whether it verified but a part of drafts that slots had shared rows for
 
     @property

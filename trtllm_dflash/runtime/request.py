@@ -304,7 +304,7 @@ class Sequence:
                 for token in ids:
                     self.text.push(token)
             except Exception as error:
-                raise _fault_of_text(error) from error
+                raise fault_of("text", error) from error
         return count
 
     def _commit_until_end(self, ids: list[int], now_ns: int) -> int:
@@ -312,7 +312,7 @@ class Sequence:
             self.token_ids.append(token)
             self.left -= 1
             if self.grammar is not None:
-                self.grammar.accept(token)
+                self._accept(self.grammar, token)
             ended = token in self.end_token_ids or self._ends_with_stop_sequence()
             if self.text is not None:
                 ended = self._say(self.text, token, ended) or ended
@@ -323,6 +323,12 @@ class Sequence:
                 return count
         return len(ids)
 
+    def _accept(self, grammar: "Grammar", token: int) -> None:
+        try:
+            grammar.accept(token)
+        except Exception as error:
+            raise fault_of("grammar", error) from error
+
     def _say(self, text: TextStream, token: int, ended: bool) -> bool:
         """Adds a token to the text, the last one if the reply has ended; returns whether a stop string has come."""
         try:
@@ -330,7 +336,7 @@ class Sequence:
             if ended or text.stopped or not self.left:
                 text.finish()
         except Exception as error:
-            raise _fault_of_text(error) from error
+            raise fault_of("text", error) from error
         return text.stopped
 
     def take_update(self) -> Update | None:
@@ -375,6 +381,8 @@ class Sequence:
         return any(tuple(self.token_ids[-len(stop) :]) == stop for stop in self.params.stop_token_sequences)
 
 
-def _fault_of_text(error: Exception) -> ReplyError:
-    """Makes the error that ends one reply: whatever its text cannot do, the engine and other replies can."""
-    return ReplyError(f"the reply's text failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+def fault_of(part: str, error: Exception) -> DFlashError:
+    """Makes the error that ends one reply: whatever its text or grammar cannot do, the engine and other replies can."""
+    if isinstance(error, DFlashError):
+        return error
+    return ReplyError(f"the reply's {part} failed: {type(error).__name__}: {str(error).partition(chr(10))[0]}")

@@ -15,7 +15,7 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
-from trtllm_dflash.errors import EngineError, RequestError
+from trtllm_dflash.errors import ReplyError, RequestError
 from trtllm_dflash.text.reply.json_space import OBJECT_SPACE, SCHEMA_SPACE
 
 #: The field of a request that a grammar comes from.
@@ -54,6 +54,7 @@ class Plan:
     width: int
     end_ids: frozenset[int] = field(compare=False)
     matcher: Callable[[], LLMatcher] = field(compare=False)  # makes one that stands before the drafts
+    left_open: Callable[[str], None] = field(compare=False)  # told why rows may choose what the grammar forbids
 
     @property
     def masks(self) -> bytes:
@@ -76,6 +77,9 @@ class Plan:
         for row in range(rows):
             if 0 < row <= len(self.drafts):
                 matcher.consume_token(self.drafts[row - 1])
+                if matcher.is_error():  # of what its mask has made grow; one that made none is no nearer its limit
+                    matcher = self.matcher()
+                    matcher.consume_tokens(self.drafts[:row])
             if row > len(self.drafts) or (row and self.drafts[row - 1] in self.end_ids):
                 allow_all(address + row * size, rows - row, self.width)
                 return
@@ -84,6 +88,7 @@ class Plan:
             if matcher.is_error():
                 if not row:
                     raise _too_complex(_problem(matcher))
+                self.left_open(_problem(matcher))
                 self._forbid_ends(address + row * size)
 
     def _forbid_ends(self, address: int) -> None:
@@ -112,6 +117,7 @@ class Grammar:
         self._tokenizer = tokenizer
         self._end_ids = end_ids
         self._allowed = math.inf  # drafts of the last step before the first one that is forbidden
+        self._opened: str | None = None  # why rows were left open to what it forbids
         self.width = words
         self.strays = 0.2  # the first drafts of a reply that a form changes may well stray
 
@@ -119,15 +125,15 @@ class Grammar:
         """Goes on behind a token of the reply.
 
         Raises:
-            EngineError: it is not allowed there.
-            RequestError: the grammar grew too complex to follow.
+            ReplyError: it is not allowed there.
+            RequestError: the grammar grew too complex to follow, or to choose this token by it.
         """
         if token in self._end_ids or self._matcher.consume_token(token):
             return
         problem = _problem(self._matcher)
-        if _NOT_ALLOWED in problem:
-            raise EngineError(f"a token left the reply's grammar: {_one_line(problem)}")
-        raise _too_complex(problem)
+        if _NOT_ALLOWED in problem and self._opened is None:
+            raise ReplyError(f"a token left the reply's grammar: {_one_line(problem)}")
+        raise _too_complex(self._opened or problem)
 
     def plan(self, drafts: list[int], behind: Sequence[int] = (), complete: bool = True) -> Plan | None:
         """Checks drafts that stand behind tokens that the reply goes on with; None where those end it.
@@ -155,7 +161,12 @@ class Grammar:
             self.strays += ((len(behind) > self._allowed) - self.strays) / _STRAY_STEPS
         self._allowed = len(taken) if is_cut else math.inf
         completed = self._completed(self._copy(behind), taken, drafts) if is_cut and complete else taken
-        return Plan(completed, completed != taken, self.width, self._end_ids, partial(self._copy, behind))
+        return Plan(
+            completed, completed != taken, self.width, self._end_ids, partial(self._copy, behind), self._leave_open
+        )
+
+    def _leave_open(self, problem: str) -> None:
+        self._opened = problem
 
     def _copy(self, behind: Sequence[int]) -> LLMatcher:
         """Makes a matcher that stands behind tokens that the reply goes on with."""
