@@ -64,7 +64,8 @@ def test_what_a_session_lacks_is_refused_by_name(tiny, params):
     [
         ({"logprobs": 21}, "less than or equal to 20"),
         ({"presence_penalty": 2.1}, "less than or equal to 2"),
-        ({"repetition_penalty": 0}, "greater than 0"),
+        ({"repetition_penalty": 0}, "greater than or equal to 0.0078125"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty\n.*greater than or equal to 0.0078125"),
         ({"logit_bias": {-1: 0.0}}, "greater than or equal to 0"),
         ({"logit_bias": {1: 101.0}}, "less than or equal to 100"),
         ({"bad_words": ("",)}, "at least 1 character"),

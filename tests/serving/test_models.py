@@ -272,7 +272,7 @@ TEXT_REFUSALS: dict[str, list[dict]] = {
     "beam_width": [{"beam_width": 2}, {"beam_width": 0}],
     "num_return_sequences": [{"num_return_sequences": 2}],
     "length_penalty": [{"length_penalty": 0.5}],
-    "repetition_penalty": [{"repetition_penalty": 0.0}, {"repetition_penalty": float("nan")}],
+    "repetition_penalty": [{"repetition_penalty": 1e-40}, {"repetition_penalty": float("nan")}],
     "presence_penalty": [{"presence_penalty": 2.1}],
     "frequency_penalty": [{"frequency_penalty": -2.1}],
     "min_p": [{"min_p": 1.1}],

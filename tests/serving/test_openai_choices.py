@@ -210,7 +210,7 @@ def test_what_the_engine_refuses_bears_openais_name(tiny_engine):
         ("chat", "logit_bias", {"logit_bias": {"a": 1}}),
         ("chat", "logit_bias", {"logit_bias": {"5": 101}}),
         ("chat", "min_p", {"min_p": 2}),
-        ("chat", "repetition_penalty", {"repetition_penalty": 0}),
+        ("chat", "repetition_penalty", {"repetition_penalty": 1e-40}),
         ("chat", "prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
         ("chat", "response_format", {"response_format": {"type": "xml"}}),
         ("chat", "response_format.json_schema", {"response_format": {"type": "json_schema"}}),

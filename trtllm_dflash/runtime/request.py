@@ -20,6 +20,9 @@ FinishReason = Literal["stop", "length"]
 #: A request without a priority of its own; 1 is the most urgent, as in Triton.
 DEFAULT_PRIORITY = 100
 
+#: Of repetition penalties: what is divided by it stays finite. Exact in FP32, as Triton has it.
+LEAST_REPETITION = 2.0**-7
+
 # Types of a reply's parameters, in every interface.
 MaxTokens = Annotated[int, Field(ge=1, lt=2**31)]
 Temperature = Annotated[FiniteFloat, Field(ge=0, le=1e4)]
@@ -29,7 +32,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**64)]
 StopText = Annotated[str, Field(min_length=1)]
 Logprobs = Annotated[int, Field(ge=0, le=20)]
 Penalty = Annotated[FiniteFloat, Field(ge=-2, le=2)]
-RepetitionPenalty = Annotated[FiniteFloat, Field(gt=0, le=10)]
+RepetitionPenalty = Annotated[FiniteFloat, Field(ge=LEAST_REPETITION, le=10)]
 LogitBias = Annotated[Mapping[NonNegativeInt, Annotated[FiniteFloat, Field(ge=-100, le=100)]], Field(max_length=1024)]
 MinP = Annotated[FiniteFloat, Field(ge=0, le=1)]
 BadWord = Annotated[str, Field(min_length=1)]
