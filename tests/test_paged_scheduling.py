@@ -1,6 +1,8 @@
 """In-flight batching over pages: prompts beside decoding, shared prefixes, and sequences that wait for pages again."""
 
+import gc
 import random
+import weakref
 
 import pytest
 
@@ -288,6 +290,22 @@ def test_a_deadline_passes_for_one_that_waits_for_pages():
     assert isinstance(waiting.error, DeadlineError)
     run(scheduler)
     assert running.token_ids == reply(running.prompt_ids, running.params)
+
+
+def test_requests_that_have_ended_are_not_kept_behind_the_deadline_of_one_that_runs():
+    scheduler, ended = Scheduler(PagedSession(max_seq_len=400), clock=Clock()), []
+    running = request([1], 350, deadline=1.0)
+    scheduler.submit(running)
+    for number in range(60):
+        sequence = request([2, number % 47], 1, deadline=2.0 + number)
+        ended.append(weakref.ref(sequence))
+        scheduler.submit(sequence)
+        while not sequence.done:
+            scheduler.step()
+    del sequence
+    gc.collect()
+    assert not running.done
+    assert sum(sequence() is not None for sequence in ended) < 8
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

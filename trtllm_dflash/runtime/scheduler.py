@@ -9,13 +9,13 @@ import time
 from bisect import insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
-from heapq import heappop, heappush
 from itertools import repeat
 from operator import attrgetter
 
 from trtllm_dflash.errors import DeadlineError, DFlashError, EngineError
 from trtllm_dflash.runtime.batch import NOBODY, Batch
 from trtllm_dflash.runtime.checkpoints import checkpoints_of
+from trtllm_dflash.runtime.deadlines import Deadlines
 from trtllm_dflash.runtime.draft_length import DraftLength, FixedDraftLength
 from trtllm_dflash.runtime.drafting import DraftChooser
 from trtllm_dflash.runtime.guiding import guide_step
@@ -85,7 +85,7 @@ class Scheduler:
         self._decoded = 0  # steps with decoding slots
         self._refused: tuple[Sequence, int] | None = None  # a slot or pages; at what change of them
         self._unwanted: list[Sequence] = []
-        self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap
+        self._deadlines = Deadlines()
         self._changed: list[Sequence] = []
         self.statistics = Statistics(config.max_batch, _tokens(session), session.choice.labels)
         self.statistics.pages, self.statistics.window_pages = session.paging.pages, session.paging.window_pages
@@ -104,8 +104,7 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         """Queues a sequence."""
         self._queue.push(sequence)
-        if sequence.deadline is not None:
-            heappush(self._deadlines, (sequence.deadline, sequence.arrival, sequence))
+        self._deadlines.add(sequence, len(self._queue) + len(self._slots))
         self.statistics.waiting = len(self._queue)
 
     def cancel(self, sequence: Sequence, error: DFlashError) -> None:
@@ -156,8 +155,7 @@ class Scheduler:
 
     def _drop_unwanted(self) -> None:
         """Ends the sequences that were cancelled, and those whose deadline has passed."""
-        while self._deadlines and (self._deadlines[0][2].done or self._deadlines[0][0] <= self._clock()):
-            sequence = heappop(self._deadlines)[2]
+        for sequence in self._deadlines.passed(self._clock()):
             self.cancel(sequence, DeadlineError("deadline: it passed before the reply was complete"))
         if not self._unwanted:
             return
