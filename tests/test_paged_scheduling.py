@@ -376,10 +376,11 @@ def test_a_fault_at_admission_loses_nobody(monkeypatch):
     assert set(scheduler.fail_all(EngineError("over"))) == {first, alike, other}
 
 
-def test_prompts_that_come_together_and_begin_alike_are_read_once():
+@pytest.mark.parametrize("draft", [True, False])
+def test_prompts_that_come_together_and_begin_alike_are_read_once(draft):
     """The others wait until the first one's pages are read; one that begins otherwise does not."""
     session = PagedSession(slots=8, pages=200, max_seq_len=400, prompt_rows=64, pieces=8)
-    scheduler = Scheduler(session)
+    scheduler = Scheduler(session, draft=draft)
     shared = [7] * 200
     alike = [request([*shared, 8 + i, 9], 3) for i in range(5)]
     other = request([5] * 30, 3)
@@ -395,3 +396,34 @@ def test_prompts_that_come_together_and_begin_alike_are_read_once():
     read = sum(len(piece.token_ids) for step in session.steps for piece in step.pieces)
     assert read <= 202 + 30 + 4 * (202 - 200 // page * page)
     assert ends[id(other)] < ends[id(alike[1])]
+
+
+def test_one_that_shares_no_rows_waits_for_no_prompt_that_begins_like_its_own():
+    """Rows that are shared have no log-probabilities."""
+    session = PagedSession(slots=4, pages=200, max_seq_len=400, prompt_rows=64)
+    scheduler = Scheduler(session)
+    first, alike, reporting = (
+        request([*[7] * 300, i], 3, **more) for i, more in enumerate(({}, {}, {"prompt_logprobs": 0}))
+    )
+    scheduler.submit(first)
+    scheduler.step()
+    scheduler.submit(alike)
+    scheduler.submit(reporting)
+    scheduler.step()
+    assert scheduler.statistics.running == 2
+    assert scheduler._slots.find(reporting) is not None
+
+
+def test_prompts_are_not_compared_while_no_slot_is_free(monkeypatch):
+    session = PagedSession(slots=2, pages=200, max_seq_len=400, prompt_rows=64)
+    scheduler, compared = Scheduler(session), []
+    real = scheduler._will_share
+    monkeypatch.setattr(scheduler, "_will_share", lambda sequence: compared.append(sequence) or real(sequence))
+    alike = [request([*[7] * 300, i], 3) for i in range(20)]
+    scheduler.submit(request([5] * 3, 300))
+    for sequence in alike:
+        scheduler.submit(sequence)
+    for _ in range(3):
+        scheduler.step()
+    assert scheduler.statistics.running == 2
+    assert compared[1:] == [alike[0]]  # behind the one that decodes

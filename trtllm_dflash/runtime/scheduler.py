@@ -179,11 +179,11 @@ class Scheduler:
                 sequence, changes = self._queue.first(), self._slots.pages.changes
                 if self._refused == (sequence, changes):
                     break
+                if len(late) >= self._slots.total - len(self._slots):
+                    break  # no slot is free, or those that are will be theirs
                 if self._will_share(sequence):
                     late.append(self._queue.pop())
                     continue
-                if len(late) >= self._slots.total - len(self._slots):
-                    break  # those slots are theirs
                 stay = self._slots.admit(sequence, self._draft and sequence.draft)
                 if stay is None:
                     self._refused = sequence, changes
@@ -203,9 +203,11 @@ class Scheduler:
 
     def _will_share(self, sequence: Sequence) -> bool:
         """Whether a prompt has whole pages in common with one that is read before it, which are not read yet."""
+        if sequence.awaits_prompt_logprobs:
+            return False  # it shares no rows
         page, ids = self._slots.pages.rows, sequence.prompt_ids
         for stay in self._slots if self._limits.checkpoints is None else ():
-            lacks_drafter_rows = sequence.draft and stay.drafter_rows is not None
+            lacks_drafter_rows = self._draft and sequence.draft and stay.drafter_rows is not None
             if stay.rows >= stay.prompt or stay.rank > sequence.rank or lacks_drafter_rows:
                 continue
             others = stay.sequence.prompt_ids
