@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
+from tokenizers.decoders import DecodeStream
 
 from tests.conftest import TINY
 from trtllm_dflash.text.stream import TextStream
@@ -23,6 +24,9 @@ AWKWARD = st.sampled_from(
 TEXTS = st.lists(AWKWARD | st.text(st.characters(exclude_categories=["Cs"]), max_size=8), max_size=10).map("".join)
 IDS = st.lists(st.integers(0, TOKENIZER.get_vocab_size() - 1), max_size=40)
 
+#: Tokens of bytes that are no characters by themselves, and one of them.
+NO_TEXT = sorted(token for token in TOKENS.values() if "\ufffd" in TOKENIZER.decode([token]))
+HALF = NO_TEXT[0]
 
 PIECES = ["▁Hi", "▁", "x", "👩"]
 
@@ -98,6 +102,45 @@ def test_bytes_that_are_no_text_take_nothing_back_and_no_later_text_with_them(pa
     assert stream_text(ids, step=step, tokenizer=OF_BYTES)[0] == text
     whole = OF_BYTES.decode(ids)
     assert whole == text or "\ufffd" in whole
+
+
+class CountedStream:
+    """A decoder's stream that counts the tokens it decodes: with each token all before it whose text has not come."""
+
+    decoded = 0
+
+    def __init__(self, **settings):
+        self._stream, self._pending = DecodeStream(**settings), 0
+
+    def step(self, tokenizer, token):
+        self._pending += 1
+        CountedStream.decoded += self._pending
+        piece = self._stream.step(tokenizer, token)
+        self._pending = 0 if piece else self._pending
+        return piece
+
+
+@pytest.mark.parametrize("token", [3, HALF, 10**6], ids=["special", "half", "unknown"])
+def test_tokens_that_give_no_text_are_not_decoded_again_with_all_that_follow(token, monkeypatch):
+    monkeypatch.setattr("trtllm_dflash.text.stream.DecodeStream", CountedStream)
+    monkeypatch.setattr(CountedStream, "decoded", 0)
+    ids = [*encode("ok"), *[token] * 3000, *encode("🦩 ok")]
+    stream = TextStream(TOKENIZER)
+    for pushed in ids:
+        stream.push(pushed)
+    assert CountedStream.decoded < 150 * len(ids)
+    stream.finish()
+    assert stream.release() == decode(ids)
+
+
+BROKEN = st.lists(st.sampled_from(NO_TEXT) | st.integers(0, TOKENIZER.get_vocab_size() - 1), max_size=60)
+
+
+@given(BROKEN, st.integers(1, 16))
+def test_shown_early_bytes_that_are_no_character_give_the_same_text(ids, step):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trtllm_dflash.text.stream._MOST_PENDING", 5)
+        assert stream_text(ids, step=step)[0] == decode(ids)
 
 
 @given(st.data(), TEXTS.filter(bool), st.integers(1, 16))

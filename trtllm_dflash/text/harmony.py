@@ -38,7 +38,7 @@ from tokenizers import Tokenizer
 
 from trtllm_dflash.errors import EngineError, RequestError
 from trtllm_dflash.text.reply.parts import Parser, Part, PartKind
-from trtllm_dflash.text.stream import TextStream
+from trtllm_dflash.text.stream import TextStream, special_tokens
 from trtllm_dflash.text.token_text import bytes_of_characters
 
 #: Tokens by which its tokenizer is known.
@@ -59,6 +59,7 @@ class Harmony:
     def __init__(self, encoding: HarmonyEncoding, tokenizer: Tokenizer) -> None:
         self._encoding = encoding
         self._tokenizer = tokenizer
+        self._hidden = frozenset(special_tokens(tokenizer))
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> "Harmony | None":
@@ -104,29 +105,35 @@ class Harmony:
 
     def reply(self, stop: tuple[str, ...] = ()) -> TextStream:
         """Starts the text of a reply's final channel, which grows as tokens arrive; see `TextStream`."""
-        return _FinalText(self.parser(None), self._tokenizer, stop)
+        return _FinalText(self.parser(None), self._tokenizer, stop, self._hidden)
 
     def parser(self, functions: Collection[str] | None) -> "HarmonyParser":
         """Starts taking a reply apart; see `HarmonyParser`."""
-        return HarmonyParser(self._encoding, self._tokenizer, functions)
+        return HarmonyParser(self._encoding, self._tokenizer, self._hidden, functions)
 
 
 class HarmonyParser(Parser):
     """Takes a reply's tokens apart by Harmony's channels.
 
     Args:
+        hidden: tokens that are no text.
         functions: that are offered: messages to functions are calls, to others than these too. None: they count as
             thinking, as messages to other tools do.
     """
 
     def __init__(
-        self, encoding: HarmonyEncoding, tokenizer: Tokenizer, functions: Collection[str] | None = None
+        self,
+        encoding: HarmonyEncoding,
+        tokenizer: Tokenizer,
+        hidden: frozenset[int],
+        functions: Collection[str] | None = None,
     ) -> None:
         self._parser: StreamableParser | None = StreamableParser(encoding, Role.ASSISTANT)
         self._tokenizer = tokenizer
+        self._hidden = hidden
         self._functions = functions
         self._header: list[int] | None = []  # the tokens so far, while no message has begun
-        self._text = TextStream(tokenizer)  # of the message that is being read
+        self._text = self._new_text()  # of the message that is being read
         self._kind: PartKind = "content"
         self._parts: list[Part] = []
 
@@ -168,7 +175,7 @@ class HarmonyParser(Parser):
                 self._parts.append(Part("arguments", "{}"))
 
     def _begin_message(self, channel: str | None, recipient: str | None) -> None:
-        self._text, self._is_empty = TextStream(self._tokenizer), True
+        self._text, self._is_empty = self._new_text(), True
         before, self._kind = self._kind, "thinking"
         name = self._called(recipient)
         if name:
@@ -186,6 +193,9 @@ class HarmonyParser(Parser):
         if recipient.startswith(_FUNCTIONS):
             return recipient.removeprefix(_FUNCTIONS)
         return recipient if recipient in self._functions else None
+
+    def _new_text(self) -> TextStream:
+        return TextStream(self._tokenizer, hidden=self._hidden)
 
     def _show(self, token: int) -> None:
         self._text.push(token)
@@ -210,7 +220,7 @@ class HarmonyParser(Parser):
         self._parser = None
         if self._kind != "content":
             self._end_message()
-            self._text, self._kind = TextStream(self._tokenizer), "content"
+            self._text, self._kind = self._new_text(), "content"
         header, self._header = self._header or [], None
         for token in (*header, *tokens):
             self._show(token)
@@ -222,8 +232,10 @@ class HarmonyParser(Parser):
 class _FinalText(TextStream):
     """Keeps the text of a reply that its reader is meant to see."""
 
-    def __init__(self, parser: HarmonyParser, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
-        super().__init__(tokenizer, stop)
+    def __init__(
+        self, parser: HarmonyParser, tokenizer: Tokenizer, stop: tuple[str, ...], hidden: frozenset[int]
+    ) -> None:
+        super().__init__(tokenizer, stop, hidden)
         self._parser = parser
 
     def push(self, token: int) -> None:

@@ -3,6 +3,12 @@
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+#: Tokens without text that are decoded again with each token that follows. A character has four bytes at most, but
+#: decoders of bytes show a run of them as one.
+_MOST_PENDING = 256
+#: Of those, the last ones that may be the beginning of a character.
+_UNFINISHED = 4
+
 
 class StoppableText:
     """A text that grows, up to the first stop string. Text that it has released never changes.
@@ -68,23 +74,23 @@ class TextStream(StoppableText):
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), hidden: frozenset[int] | None = None) -> None:
         super().__init__(stop)
         self._tokenizer = tokenizer
-        self._hidden = hidden
+        self._hidden = frozenset(special_tokens(tokenizer)) if hidden is None else hidden
         self._stream = self._new_stream()
         self._ids: list[int] = []
         self._shown = 0  # of those, the ones whose text has come
 
     def push(self, token: int) -> None:
         """Adds a token."""
-        if self.stopped or (self._hidden is not None and token in self._hidden):
+        if self.stopped or token in self._hidden:
             return
         self._ids.append(token)
         try:
             piece = self._stream.step(self._tokenizer, token)
         except Exception:  # the library has no other class for a text that does not go on as it began
             piece = self._begin_again()
-        if piece:
-            self._shown = len(self._ids)
-            self.append(piece)
+        self._show(piece)
+        if len(self._ids) - self._shown > _MOST_PENDING:
+            self._settle()
 
     def finish(self) -> None:
         """Ends the sequence: an unfinished character at the end is shown as the decoder shows it."""
@@ -93,6 +99,21 @@ class TextStream(StoppableText):
             rest = whole[len(self._text) :] if whole.startswith(self._text) else self._decode(self._ids[self._shown :])
             self.append(rest)
             self.flush()
+
+    def _show(self, piece: str | None) -> None:
+        if piece:
+            self._shown = len(self._ids)
+            self.append(piece)
+
+    def _settle(self) -> None:
+        """Shows the tokens whose text has not come as the decoder shows them now, but for an unfinished character."""
+        ids = self._ids[self._shown :]
+        whole = self._decode(ids)
+        ends = range(len(ids) - 1, len(ids) - 1 - _UNFINISHED, -1)
+        end = next((end for end in ends if self._decode(ids[:end]) + self._decode(ids[end:]) == whole), len(ids))
+        self.append(self._decode(ids[:end]))
+        self._shown += end
+        self._show(self._begin_again())
 
     def _begin_again(self) -> str:
         """Decodes the tokens whose text has not come by themselves; returns what of it is final."""
@@ -104,7 +125,12 @@ class TextStream(StoppableText):
             return self._decode(self._ids[self._shown :])
 
     def _new_stream(self) -> DecodeStream:
-        return DecodeStream(skip_special_tokens=self._hidden is None)
+        return DecodeStream(skip_special_tokens=False)
 
     def _decode(self, ids: list[int]) -> str:
-        return str(self._tokenizer.decode(ids, skip_special_tokens=self._hidden is None))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
+    """Lists a tokenizer's special tokens, which are no text, with what is written for them."""
+    return {token: its.content for token, its in tokenizer.get_added_tokens_decoder().items() if its.special}

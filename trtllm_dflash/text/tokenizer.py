@@ -17,7 +17,7 @@ from trtllm_dflash.text.reply.gemma4 import CHANNEL_END
 from trtllm_dflash.text.reply.parts import Parser
 from trtllm_dflash.text.reply.thinking import OPENING
 from trtllm_dflash.text.reply.typescript import declared
-from trtllm_dflash.text.stream import TextStream
+from trtllm_dflash.text.stream import TextStream, special_tokens
 from trtllm_dflash.text.tiktoken_file import convert, needs_conversion
 
 if TYPE_CHECKING:  # a second of a process that has no texts
@@ -59,11 +59,11 @@ class TextCodec:
         self._harmony = Harmony.of(self.backend)
         self._template = str(tokenizer.chat_template or "")
         self._token_bytes = _most_bytes_of_a_token(self.backend)
-        special = {token: its.content for token, its in self.backend.get_added_tokens_decoder().items() if its.special}
+        special = special_tokens(self.backend)
         shown = {token for token, content in special.items() if content in markers_of(self.chat_format)}
         #: Special tokens that mark the parts of a reply, by their text: what is written in them is text here.
         self.marker_ids = {special[token]: token for token in shown}
-        self._hidden = frozenset(special) - shown if shown else None  # tokens that are no text, where not all special
+        self._hidden = frozenset(special) - shown  # tokens that are no text
 
     @classmethod
     def load(cls, folder: Path, chat_arguments: dict[str, Any]) -> "TextCodec | None":
@@ -249,8 +249,6 @@ class TextCodec:
 
     def decode(self, ids: list[int]) -> str:
         """Decodes token ids, without special tokens but for those that mark a reply's parts."""
-        if self._hidden is None:
-            return str(self._tokenizer.decode(ids, skip_special_tokens=True))
         return str(self._tokenizer.decode([token for token in ids if token not in self._hidden]))
 
 
