@@ -284,6 +284,25 @@ def test_a_fault_of_the_scheduler_leaves_nobody_waiting(llm, monkeypatch):
         Client(service, CHATS[0])
 
 
+class Panic(BaseException):
+    """What a library in Rust raises: no Exception."""
+
+
+def test_a_panic_leaves_nobody_waiting(llm, monkeypatch):
+    service, everybody_is_there = llm.service(WHOLE_BLOCK), threading.Event()
+
+    def panics(self, token):
+        everybody_is_there.wait(PATIENCE)
+        raise Panic("index out of bounds")
+
+    monkeypatch.setattr(TextStream, "push", panics)
+    clients = [Client(service, CHATS[i], 900, ignore_eos=True) for i in range(6)]
+    everybody_is_there.set()
+    assert all("index out of bounds" in str(client.wait()[-1].error) for client in clients)
+    with pytest.raises(EngineError, match="index out of bounds"):
+        Client(service, CHATS[0])
+
+
 @pytest.mark.slow
 def test_a_fault_in_freeing_slots_leaves_nobody_waiting(llm, monkeypatch):
     """It is there again when the service gives up, and frees all slots."""

@@ -190,9 +190,11 @@ class Service:
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception as error:  # without this thread nothing is ever answered
+        except BaseException as error:  # a library's panic too: without this thread nothing is ever answered
             traceback.print_exc()
             self._give_up(f"the scheduler failed: {type(error).__name__}: {error}")
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):
+                raise
 
     def _serve(self) -> None:
         failures, ended = 0, self._scheduler.statistics.requests
@@ -268,7 +270,7 @@ class Service:
         """Ends every request with an error, those too that a fault of the scheduler keeps it from ending."""
         try:
             self._report(self._scheduler.fail_all(error))
-        except Exception:
+        except BaseException:  # as in `_run`
             traceback.print_exc()
         for sequence in self._tickets:  # none of them is answered, those that were done neither
             sequence.error = sequence.error or error
