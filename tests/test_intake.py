@@ -59,6 +59,14 @@ def test_what_a_session_lacks_is_refused_by_name(tiny, params):
         lacking.sequence([5], SamplingParams.model_validate(params))
 
 
+def test_a_bad_word_of_no_tokens_bans_nothing(tiny, monkeypatch):
+    real = tiny.codec.encode_words
+    monkeypatch.setattr(tiny.codec, "encode_words", lambda text: [] if "\u200b" in text else real(text))
+    runs = tiny.intake.sequence([5], SamplingParams(bad_words=("\u200b", "fox"))).bad_runs
+    assert runs == tiny.intake.sequence([5], SamplingParams(bad_words=("fox",))).bad_runs
+    assert all(runs)
+
+
 @pytest.mark.parametrize(
     ("params", "says"),
     [

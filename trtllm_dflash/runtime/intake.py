@@ -200,7 +200,7 @@ class Intake:
                 if len(run) > MOST_BAD_TOKENS:
                     reason = f"{word!r} has {len(run)} tokens; at most {MOST_BAD_TOKENS} are taken"
                     raise RequestError(reason, "bad_words")
-                if tuple(run) not in runs:
+                if run and tuple(run) not in runs:  # no reply has a text that no tokens stand for
                     runs.append(tuple(run))
         if len(runs) > MOST_BAD_RUNS:
             field = "bad_words" if params.bad_words else "bad_token_sequences"
