@@ -184,15 +184,32 @@ def test_step_times_that_are_not_kept_yet_are_measured_alone(llm, tmp_path, monk
 
     def measure(session, lengths, shared):
         measured.append(list(lengths))
-        return {(1, drafts): 1.0 + len(measured) for drafts in lengths or [0]}
+        return {(slots, drafts): 1.0 + len(measured) for slots in (1, 3) for drafts in lengths or [0]}
 
     monkeypatch.setattr("trtllm_dflash.runtime.step_times.measure", measure)
     for lengths in ([7], [], [0, 7], [7, 0], []):
         found = step_times(llm.session, tmp_path, lengths)
-        assert set(decoding_times(found, lengths or [0])) == {(1, drafts) for drafts in lengths or [0]}
+        every = {(slots, drafts) for slots in (1, 3) for drafts in lengths or [0]}
+        assert set(decoding_times(found, lengths or [0])) == every
     assert measured == [[7], [], [0]]
-    assert step_times(llm.session, tmp_path, []) == {(1, 0, 0): 3.0}  # not those of a drafter that keeps up
-    assert set(decoding_times(step_times(llm.session, tmp_path, [7]), [7])) == {(1, 7)}
+    plain = {(slots, 0, 0): 3.0 for slots in (1, 3)}
+    assert step_times(llm.session, tmp_path, []) == plain  # not those of a drafter that keeps up
+    assert set(decoding_times(step_times(llm.session, tmp_path, [7]), [7])) == {(1, 7), (3, 7)}
+
+
+def test_step_times_of_other_numbers_of_slots_are_measured_anew(llm, tmp_path, monkeypatch):
+    """As of an engine that was built again, for more slots: lengths that are kept and others go together."""
+
+    def measure(session, lengths, shared):
+        return {(slots, drafts): 1.0 for slots in {1, session.config.max_batch} for drafts in lengths}
+
+    monkeypatch.setattr("trtllm_dflash.runtime.step_times.measure", measure)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.session, "config", llm.config.model_copy(update={"max_batch": 2}))
+        step_times(llm.session, tmp_path, [0, 7])
+    found = decoding_times(step_times(llm.session, tmp_path, [0, 7, 15]), [0, 7, 15])
+    assert set(found) == {(slots, drafts) for slots in (1, 3) for drafts in (0, 7, 15)}
+    assert AdaptiveDraftLength(found).choose(2) in (0, 7, 15)
 
 
 def test_a_length_that_the_engine_cannot_draft_is_refused(llm):

@@ -198,15 +198,17 @@ def test_a_metric_says_what_computes(tiny):
 
 
 def test_step_times_of_other_kernels_are_not_taken(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("trtllm_dflash.runtime.step_times.measure", lambda session, lengths, shared: {(1, 0): 1.0})
+    most = tiny.config.max_batch
+    measured = {(slots, 0): 1.0 for slots in (1, most)}
+    monkeypatch.setattr("trtllm_dflash.runtime.step_times.measure", lambda session, lengths, shared: measured)
     step_times(tiny.session, tmp_path, [0])
     kept = json.loads((tmp_path / FILE).read_text())
-    kept["times"] = {"drafting": [[1, 0, 0, 2.0]]}
+    kept["times"] = {"drafting": [[slots, 0, 0, 2.0] for slots in (1, most)]}
     (tmp_path / FILE).write_text(json.dumps(kept))
-    assert step_times(tiny.session, tmp_path, [0]) == {(1, 0, 0): 2.0}
+    assert step_times(tiny.session, tmp_path, [0]) == {(slots, 0, 0): 2.0 for slots in (1, most)}
     kept["machine"]["attention"] = "our CUDA kernels 7"
     (tmp_path / FILE).write_text(json.dumps(kept))
-    assert step_times(tiny.session, tmp_path, [0]) == {(1, 0, 0): 1.0}
+    assert step_times(tiny.session, tmp_path, [0]) == {(slots, 0, 0): 1.0 for slots in (1, most)}
 
 
 # -- the doctor ------------------------------------------------------------------------------------------------------

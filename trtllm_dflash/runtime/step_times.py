@@ -35,10 +35,12 @@ def step_times(session: Session, folder: Path | None, lengths: Sequence[int], sh
     """
     machine, kind = _machine(session), _kind(session, lengths, shared)
     kept = _read(folder / FILE, machine) if folder is not None else {}
-    times = kept.get(kind, {})
-    missing = [drafts for drafts in lengths if all(drafts != known for _, known, _ in times)]
-    if times and not missing:
+    sizes = _sizes(session, shared)  # of an engine that was built otherwise, others may be kept
+    times = {key: seconds for key, seconds in kept.get(kind, {}).items() if key[0] in sizes}
+    missing = [drafts for drafts in lengths or [0] if any((slots, drafts, 0) not in times for slots in sizes)]
+    if not missing:
         return times
+    missing = missing if lengths else []
     times |= {(slots, drafts, 0): seconds for (slots, drafts), seconds in measure(session, missing, shared).items()}
     if session.limits.mixes and session.device.type == "cuda" and not shared:
         times |= measure_mixed(session, missing)
@@ -69,15 +71,20 @@ def measure(session: Session, lengths: Sequence[int], shared: bool = False) -> S
     position = min(_POSITION, config.max_seq_len - 1)
     session.prepare(Prepare(tuple(lengths), sampled=False, shares=shared))
     times = {}
-    # On a GPU every number of slots that has its graphs; a CPU's times lie close to a straight line.
-    sizes = batch_sizes(config.max_batch) if session.device.type == "cuda" else sorted({1, config.max_batch})
-    sizes = [slots for slots in sizes if slots >= LEAST_SHARING] if shared else sizes
-    for slots in sizes:
+    for slots in _sizes(session, shared):
         for slot in range(slots):
             _begin(session, slot, position, lengths)
         for drafts in lengths or [0]:
             times[slots, drafts] = _seconds(session, _step(session, range(slots), [], drafts, lengths, shared))
     return times
+
+
+def _sizes(session: Session, shared: bool) -> list[int]:
+    """Lists the numbers of slots that are timed."""
+    most = session.config.max_batch
+    # On a GPU every number of slots that has its graphs; a CPU's times lie close to a straight line.
+    sizes = batch_sizes(most) if session.device.type == "cuda" else sorted({1, most})
+    return [slots for slots in sizes if slots >= LEAST_SHARING] if shared else sizes
 
 
 def measure_mixed(session: Session, lengths: Sequence[int]) -> MixedStepTimes:
