@@ -370,6 +370,12 @@ def nested(depth):
     return schema
 
 
+def test_a_schema_that_is_true_allows_any_value_and_one_that_is_false_none(grammars):
+    assert grammars.compile("json_schema", True)
+    with pytest.raises(RequestError):
+        grammars.compile("json_schema", False)
+
+
 @pytest.mark.parametrize(
     ("kind", "value", "says"),
     [

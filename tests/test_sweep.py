@@ -187,6 +187,23 @@ def test_an_interrupted_sweep_goes_on_where_it_was(tmp_path):
         sweep(server, tmp_path, **asked)
 
 
+def test_rounds_in_which_requests_failed_are_measured_again(tmp_path):
+    class GoesAway(TwoSpeeds):
+        async def send(self, request):
+            reply = await super().send(request)
+            gone = "shutdown: the server takes no more requests"
+            return Reply(error=gone) if len(self.asked) > 12 else reply
+
+    asked = {"concurrency": "1", "compare": "plain,draft", "requests": 8}
+    with pytest.raises(EngineError, match="no request succeeded"):
+        sweep(GoesAway(), tmp_path, **asked)
+    *whole, broken = read_results(tmp_path).rounds
+    assert broken.errors and broken.requests.tokens and not any(round_.errors for round_ in whole)
+    results = sweep(TwoSpeeds(), tmp_path, resume=True, **asked)
+    assert results.complete and results.rounds[: len(whole)] == whole
+    assert [(point.requests, point.errors) for point in results.points] == [(8, {}), (8, {})]
+
+
 def test_rounds_of_other_kernels_or_another_gpu_are_not_gone_on_from(tmp_path):
     """Of an engine in this process; a server's are its own."""
     settings = SweepSettings.model_validate({"shape": "tiny", "concurrency": "1", "requests": 8})
@@ -486,6 +503,8 @@ def test_open_loop_in_this_process(tmp_path):
         (("--url", "http://me:secret@a:1"), "no user and password in an address"),
         (("--compare", "a=http://me:secret@a:1,b=http://b:1"), "no user and password in an address"),
         (("--url", "a:1", "--simulate-acceptance", 3), "--simulate-acceptance goes with --engine or --shape"),
+        (("--url", "a:1", "--draft-length", 3), "--draft-length goes with --engine or --shape"),
+        (("--url", "a:1", "--device", "cpu"), "--device goes with --engine or --shape"),
         (("--shape", "tiny", "--concurrency", "1", "--rate", "2"), "--concurrency and --rate: give one"),
         (("--shape", "tiny", "--concurrency", "0,1"), "--concurrency 0,1"),
         (("--shape", "tiny", "--rate", "x"), "--rate x: write positive numbers"),

@@ -173,6 +173,8 @@ def test_ports_and_hosts_that_cannot_be_are_refused():
         Endpoints(host="192.0.2.1", openai_port=0).chosen()
     with pytest.raises(SettingsError, match=r"--host nowhere\.invalid: not an IPv4 address"):
         Endpoints(host="nowhere.invalid").chosen()
+    with pytest.raises(SettingsError, match=r"--host: is empty"):
+        Endpoints(host="", openai_port=0).chosen()
     with pytest.raises(SettingsError, match=r"--host 0\.0\.0\.0: nothing would listen there; give it --openai-port"):
         Endpoints(host="0.0.0.0").chosen()
     with pytest.raises(SettingsError, match=r"--expose-triton: only this machine reaches --host 127\.0\.0\.1"):
@@ -231,6 +233,8 @@ def test_what_cannot_be_served_is_refused_before_triton_starts(quick, served_eng
     deploy(build_tiny(tmp_path / "another"), of_another)
     assert "it is not for --engine" in refusal("serve", "--engine", served_engine, "--repository", of_another)
     assert "--max-queue: --repository has its own" in refusal("serve", *quick, "--max-queue", 3)
+    for seconds in ("nan", "inf", "3e9", "-1"):
+        assert f"--drain-seconds {float(seconds):g}: must be" in refusal("serve", *quick, "--drain-seconds", seconds)
     assert "without --openai-port" in refusal("serve", *quick, "--openai-api-key-file", tmp_path / "key")
     (tmp_path / "key").write_text("\n")
     assert "is empty" in refusal("serve", *quick, "--openai-port", 0, "--openai-api-key-file", tmp_path / "key")
@@ -421,6 +425,21 @@ def test_when_the_gateway_dies_serve_ends(triton):
         gateway._thread.join(PATIENCE)
         with pytest.raises(EngineError, match="the OpenAI gateway has ended"):
             gateway.check()
+
+
+def test_the_gateway_sends_what_it_has_at_once_on_every_connection():
+    """Else a reply's events would wait for the client's word on those before, but for a connection's first ones."""
+    from fastapi import FastAPI
+
+    from trtllm_dflash.serving.serve import GatewayThread
+
+    with GatewayThread(FastAPI(), Endpoints(openai_port=0)) as gateway:
+        connections = gateway._server.server_state.connections
+        with socket.create_connection(gateway._socket.getsockname()):
+            wait_until(lambda: connections, "the connection is taken")
+            (taken,) = connections
+            of_it = taken.transport.get_extra_info("socket")
+            assert of_it.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 # -- several ranks ---------------------------------------------------------------------------------------------------

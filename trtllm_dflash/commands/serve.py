@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from trtllm_dflash.serving.endpoints import Endpoints
     from trtllm_dflash.serving.serve import Serving
 
+#: As Triton takes it.
+MOST_DRAIN_SECONDS = 2**31 // 1000
+
 
 @click.command()
 @click.option("--engine", type=click.Path(path_type=Path), required=True, help="Engine directory.")
@@ -45,7 +48,7 @@ if TYPE_CHECKING:
 @click.option("--log", type=click.Path(path_type=Path), help="File that Triton's log is added to.")
 @click.option(
     "--drain-seconds",
-    type=click.FloatRange(0),
+    type=float,
     default=30.0,
     help="What running requests get at the end; then they get an error.  [default: 30]",
 )
@@ -65,6 +68,8 @@ def serve(
     from trtllm_dflash.serving.endpoints import Endpoints
     from trtllm_dflash.serving.serve import serving
 
+    if not 0 <= drain_seconds <= MOST_DRAIN_SECONDS:
+        raise SettingsError(f"--drain-seconds {drain_seconds:g}: must be from 0 to {MOST_DRAIN_SECONDS}")
     endpoints = Endpoints(**{field.name: flags.pop(field.name) for field in fields(Endpoints)})
     fixed = list(given({"no_draft": no_draft or None, **flags}))
     if repository is not None and fixed:

@@ -69,6 +69,8 @@ class Endpoints:
         Raises:
             SettingsError: it has none.
         """
+        if not self.host:  # it would be every address of the machine
+            raise SettingsError("--host: is empty; 0.0.0.0 is every address of this machine")
         try:
             return socket.gethostbyname(self.host)
         except OSError:

@@ -161,7 +161,9 @@ class GatewayThread:
             self._socket = socket.create_server((at.address, at.openai_port))
         except OSError as error:
             raise SettingsError(f"--openai-port {at.openai_port}: {error.strerror}") from None
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)  # each connection's, too
+        # Each connection's, too. Tokens are sent as they come, on a connection that is kept as well.
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNREAD_BYTES)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._thread.start()
         try:
             while not self._server.started:

@@ -79,16 +79,17 @@ def open_local_engine(settings: SweepSettings) -> Iterator[LocalEngine | None]:
         SettingsError: a setting contradicts the engine.
         EngineError: the engine, the device or its memory is not what is needed.
     """
-    device = pick_device(settings.device)
+    device = pick_device(settings.device or "auto")
     config = _random_engine(settings, device) if settings.engine is None else read_config(settings.engine)
     acceptance, kernels = _acceptance(settings, config), settings.kernels or "auto"
-    tree = tree_beside(settings.draft_tree or "auto", settings.draft_length, config.block_size)
+    draft_length = "auto" if settings.draft_length is None else settings.draft_length
+    tree = tree_beside(settings.draft_tree or "auto", draft_length, config.block_size)
     config = with_trees(config, tree, device, kernels)
     if settings.engine is not None:
         limit_threads(config)
         llm = LLM.load(
             settings.engine,
-            settings.device,
+            settings.device or "auto",
             kernels,
             prepare=False,
             draft_tree=config.draft_tree or "off",
@@ -102,7 +103,7 @@ def open_local_engine(settings: SweepSettings) -> Iterator[LocalEngine | None]:
             yield None
             return
         queue = 4 * settings.largest_concurrency if not settings.open_loop else 1 << 16
-        service = llm.service(ServiceSettings(draft_length=settings.draft_length, max_queue=queue))
+        service = llm.service(ServiceSettings(draft_length=draft_length, max_queue=queue))
         try:
             yield LocalEngine(llm, service, _dataset(settings, llm.config), acceptance)
         finally:

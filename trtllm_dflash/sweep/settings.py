@@ -88,9 +88,9 @@ class SweepSettings(BaseModel):
     label: str | None = None
 
     # An engine in this process.
-    device: str = "auto"
+    device: str | None = None
     kernels: Kernels | None = None
-    draft_length: DraftLengthChoice = "auto"
+    draft_length: DraftLengthChoice | None = None
     draft_tree: DraftTreeChoice | None = None
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8", "fp8-blocks"] | None = None
     tp: PositiveInt | None = None
@@ -220,7 +220,9 @@ def check_settings(settings: SweepSettings) -> None:
         "model": ("url", "compare"),
         "tokenizer": ("url", "compare"),
         "metrics_url": ("url", "compare"),
+        "device": ("engine", "shape"),
         "kernels": ("engine", "shape"),
+        "draft_length": ("engine", "shape"),
         "draft_tree": ("engine", "shape"),
         "precision": ("shape",),
         "tp": ("shape",),

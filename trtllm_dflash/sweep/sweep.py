@@ -99,7 +99,8 @@ def open_results(fresh: Results, folder: Path, resume: bool, force: bool) -> Res
     for name in same.keys() | before.keys():
         if same.get(name) != before.get(name):
             raise SettingsError(f"--resume: {name} was {before.get(name)}, and is {same.get(name)} now")
-    return fresh.model_copy(update={"rounds": kept.rounds})
+    # Requests that failed are asked again: the server may have gone away among them.
+    return fresh.model_copy(update={"rounds": [round_ for round_ in kept.rounds if not round_.errors]})
 
 
 def _conditions(results: Results) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from trtllm_dflash.errors import ReplyError, RequestError
-from trtllm_dflash.text.reply.json_space import OBJECT_SPACE, SCHEMA_SPACE
+from trtllm_dflash.text.reply.json_space import OBJECT_SPACE, SCHEMA_SPACE, as_object
 
 #: The field of a request that a grammar comes from.
 FIELD = "structured"
@@ -255,7 +255,9 @@ class Grammars:
 
 _SOURCES = {
     "json_object": lambda _: LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=OBJECT_SPACE),
-    "json_schema": lambda schema: LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=SCHEMA_SPACE),
+    "json_schema": lambda schema: LLMatcher.grammar_from_json_schema(
+        json.dumps(as_object(schema)), overrides=SCHEMA_SPACE
+    ),
     "regex": LLMatcher.grammar_from_regex,
     "choice": lambda texts: LLMatcher.grammar_from_lark(
         "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)

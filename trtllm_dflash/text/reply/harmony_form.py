@@ -1,11 +1,10 @@
 """Grammars of whole Harmony replies whose final channel has a form, in Lark's form as llguidance reads it."""
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from trtllm_dflash.errors import RequestError
-from trtllm_dflash.text.reply.json_space import OBJECT_SPACE, SCHEMA_SPACE
+from trtllm_dflash.text.reply.json_space import OBJECT_SPACE, SCHEMA_SPACE, as_object
 
 #: Thinking comes first, in as many messages as the model likes; what the reader sees is the form alone.
 _REPLY = """%llguidance {}
@@ -32,8 +31,7 @@ def harmony_form(kind: str, value: Any) -> str:
     elif kind == "json_object":
         form = "%json " + json.dumps({"type": "object", "x-guidance": OBJECT_SPACE})
     else:
-        schema = value if isinstance(value, Mapping) else {} if value else {"enum": []}
-        form = "%json " + json.dumps({**schema, "x-guidance": SCHEMA_SPACE})
+        form = "%json " + json.dumps({**as_object(value), "x-guidance": SCHEMA_SPACE})
     return f"{_REPLY}form: {form}\n"
 
 
