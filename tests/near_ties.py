@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.kernels import Pages
 from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.philox import uniform_numbers
@@ -38,6 +39,7 @@ def all_logits(llm: LLM, ids: list[int], rows: int | None = None) -> Tensor:
         return seen[-1]
 
     target.logits = spy
+    give_own_pages(session)
     try:
         for first in range(0, len(ids), rows or len(ids)):
             part = torch.tensor([ids[first:][:rows]], dtype=torch.int32)
@@ -47,6 +49,17 @@ def all_logits(llm: LLM, ids: list[int], rows: int | None = None) -> Tensor:
     finally:
         target.logits = inner
     return torch.cat(seen, dim=1)[0]
+
+
+def give_own_pages(session: Any) -> None:
+    """Gives slot 0 a page for each of its places, where rows lie in pages: what a scheduler left may have one twice."""
+    paging = session.paging
+    for name, count in (("_pages", paging.pages), ("_window_pages", paging.window_pages or paging.pages)):
+        pages = getattr(session, name, None)
+        if isinstance(pages, Pages):
+            with torch.inference_mode(), session._stream():
+                every = torch.arange(pages.table.shape[1], dtype=pages.table.dtype, device=pages.table.device)
+                pages.table[0].copy_(every % count)
 
 
 def rounding_gap(count: float, logits: Tensor, dtype: torch.dtype) -> float:

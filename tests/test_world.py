@@ -1,9 +1,14 @@
 """The ranks of an engine, while MPI brings them together."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from tests.waiting import PATIENCE
@@ -51,3 +56,12 @@ def test_no_rank_leaves_mpi_before_all_have_been_told(monkeypatch):
         joined = [pool.submit(world.connect, torch.device("cpu")) for world in worlds]
         for each in joined:
             each.result(timeout=2 * PATIENCE)
+
+
+@pytest.mark.parametrize(("has_begun", "lives"), [(False, False), (True, True)])
+def test_ctrl_c_ends_a_rank_that_has_not_begun_mpi_and_is_rank_0_s_matter_then(has_begun, lives):
+    """Before, the launcher would not mind that rank 0 has left, and this one would wait for it for ever."""
+    words = ["end_on_interrupt()", "leave_interrupts_to_rank_0()"] if has_begun else ["end_on_interrupt()"]
+    code = f"import os; from trtllm_dflash.session.launcher import *; {'; '.join(words)}; os.kill(os.getpid(), 2)"
+    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PMI_RANK": "1"}, check=False)
+    assert done.returncode == (0 if lives else -signal.SIGINT)

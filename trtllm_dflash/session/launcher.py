@@ -13,6 +13,8 @@ from trtllm_dflash.signals import is_heard
 PATIENT = {"MPIR_CVAR_NOLOCAL": "1"}
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # MPICH and Intel MPI; PMIx; Open MPI
 
+_is_for_rank_0 = False  # Ctrl-C, and this is another one
+
 
 def launched_rank() -> int | None:
     """Finds this process's rank; None where no MPI launcher started it."""
@@ -47,13 +49,22 @@ def launch_ranks(tp: int, arguments: list[str]) -> None:
 def end_on_interrupt() -> None:
     """Lets Ctrl-C end the ranks at once: rank 0 leaves, whatever call it is in, and the launcher ends the others.
 
-    An exception in the middle of a step would leave the other ranks waiting for this one.
+    An exception in the middle of a step would leave the other ranks waiting for this one. The launcher minds a rank's
+    leaving only once that has begun MPI, where others would wait for it: until then Ctrl-C ends each of them.
     """
+    global _is_for_rank_0
     if not is_heard(signal.SIGINT):
         return
     if launched_rank() == 0:
         signal.signal(signal.SIGINT, lambda *_: _leave())
     elif launched_rank() is not None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # not Python's, which waits for MPI to begin
+        _is_for_rank_0 = True
+
+
+def leave_interrupts_to_rank_0() -> None:
+    """Lets a rank that has begun MPI hear Ctrl-C no more, where `end_on_interrupt` ends the ranks."""
+    if _is_for_rank_0:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

@@ -12,7 +12,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trtllm_dflash.errors import DFlashError, EngineError
 from trtllm_dflash.ops.communicator import IDLE, Communicator, Solo, TorchDistributed
-from trtllm_dflash.session.launcher import PATIENT, launched_rank
+from trtllm_dflash.session.launcher import PATIENT, launched_rank, leave_interrupts_to_rank_0
 
 _LOOPBACK = "127.0.0.1"
 _PAUSE = 0.005  # seconds between two looks at whether all ranks are there
@@ -38,6 +38,7 @@ class World:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:
             raise EngineError(f"tp {tp} needs MPI: pip install 'trtllm-dflash[tp]' ({error})") from error
+        leave_interrupts_to_rank_0()
         self._mpi = MPI.COMM_WORLD
         self.rank = self._mpi.rank
         if self._mpi.size != tp:
