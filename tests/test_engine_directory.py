@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoints import edit_config, edit_tensors, make_drafter, make_target
-from tests.conftest import refusal, run, succeeds
+from tests.conftest import TINY, refusal, run, succeeds
 from tests.processes import start
 from tests.waiting import PATIENCE
 from trtllm_dflash import LLM, SamplingParams
@@ -313,6 +313,17 @@ def test_a_tokenizer_that_is_not_what_was_built_is_refused(name, breakage, tiny_
     line = load_refusal(engine)
     assert line.startswith(f"{engine / name}: ")
     assert line.endswith("build the engine again")
+
+
+@pytest.mark.parametrize("kept", [0, 0.5, 0.999])
+def test_a_checkpoint_s_tokenizer_that_is_cut_off_is_refused_before_anything_is_written(kept, tmp_path):
+    target = Path(shutil.copytree(TINY / "target", tmp_path / "target"))
+    content = (target / "tokenizer.json").read_bytes()
+    (target / "tokenizer.json").write_bytes(content[: int(len(content) * kept)])
+    line = refusal("build", "--target", target, "--output", tmp_path / "engine")
+    assert f"{target / 'tokenizer.json'} is truncated or damaged" in line
+    assert line.endswith("download it again")
+    assert not (tmp_path / "engine").exists()
 
 
 # -- what a stranger found ---------------------------------------------------------------------------------------------

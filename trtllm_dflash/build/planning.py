@@ -42,6 +42,7 @@ from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.ops.tensorrt_plugin import has_plugin_layers
 from trtllm_dflash.pairs.prompts import PROMPTS
 from trtllm_dflash.session.trees import why_no_trees
+from trtllm_dflash.text.tokenizer import check_tokenizer
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,16 @@ class PlannedModels:
 
 
 def open_checkpoints(settings: BuildSettings) -> Pair:
-    """Find (or download) the two checkpoints and check that they belong together."""
+    """Find (or download) the two checkpoints, check that they belong together, and that the tokenizer can be read.
+
+    Raises:
+        CheckpointError: a checkpoint or its tokenizer is damaged, or not what its config.json says.
+        PairError: the drafter is for another target.
+    """
     drafter = resolve(settings.drafter) if settings.drafter is not None else None
-    return open_pair(resolve(settings.target), drafter)
+    pair = open_pair(resolve(settings.target), drafter)
+    check_tokenizer(pair.target_folder.path)
+    return pair
 
 
 def plan_engine(pair: Pair, settings: BuildSettings, choice: PrecisionChoice | None = None) -> EnginePlan:

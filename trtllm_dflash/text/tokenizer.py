@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from trtllm_dflash.errors import EngineError, LongPromptError, RequestError
+from trtllm_dflash.errors import CheckpointError, EngineError, LongPromptError, RequestError
 from trtllm_dflash.text.harmony import ARGUMENTS, Harmony
 from trtllm_dflash.text.reply.formats import ChatFormat, format_of_template, markers_of, messages_for, reply_parser
 from trtllm_dflash.text.reply.gemma4 import CHANNEL_END
@@ -250,6 +250,22 @@ class TextCodec:
     def decode(self, ids: list[int]) -> str:
         """Decodes token ids, without special tokens but for those that mark a reply's parts."""
         return str(self._tokenizer.decode([token for token in ids if token not in self._hidden]))
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Checks that a checkpoint's tokenizer.json can be read, where it has one.
+
+    Raises:
+        CheckpointError: it is cut off, or is none.
+    """
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return
+    try:
+        Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises no narrower one
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{file} is truncated or damaged ({reason}); download it again") from None
 
 
 def _load(folder: Path) -> "PreTrainedTokenizerFast":
