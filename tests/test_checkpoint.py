@@ -12,7 +12,7 @@ from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.checkpoints import edit_config, edit_tensors, make_drafter, make_target, split_into_shards
+from tests.checkpoints import YARN, edit_config, edit_tensors, make_drafter, make_target, split_into_shards
 from trtllm_dflash.checkpoint.folder import CheckpointFolder
 from trtllm_dflash.checkpoint.hub import resolve
 from trtllm_dflash.checkpoint.pair import open_pair
@@ -124,7 +124,7 @@ def test_a_missing_config_is_named(tmp_path):
     assert refusal(tmp_path).startswith(f"{tmp_path}/config.json is missing")
 
 
-@pytest.mark.parametrize("text", ["{", "", "[1]", '{"a": \n nul}', "\udcff"])
+@pytest.mark.parametrize("text", ["{", "", "[1]", '{"a": \n nul}', "\udcff", pytest.param("[" * 100_000, id="nested")])
 def test_a_config_that_is_not_json_is_named(tmp_path, text):
     (make_target(tmp_path) / "config.json").write_bytes(text.encode(errors="surrogateescape"))
     assert f"{tmp_path}/config.json" in refusal(tmp_path)
@@ -161,6 +161,28 @@ def test_a_missing_or_wrong_setting_is_named(tmp_path):
 def test_a_setting_of_the_wrong_type_is_one_line(tmp_path, changes):
     make_target(tmp_path)
     assert f"{tmp_path}: config.json: " in refusal(edit_config(tmp_path, lambda config: config.update(changes)))
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        *[({"rms_norm_eps": value}, "norm_eps") for value in (NAN, -1, 0)],
+        *[({"rope_parameters": {"rope_theta": value}}, "theta") for value in (NAN, -1, 0)],
+        *[({"rope_parameters": {"rope_type": "linear", "factor": value}}, "factor") for value in (NAN, -1, 0)],
+        ({"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 0}}, "original_max_positions"),
+        ({"rope_parameters": {**YARN, "original_max_position_embeddings": -5}}, "original_max_positions"),
+        ({"rope_parameters": {**YARN, "beta_fast": -1}}, "beta_fast"),
+        ({"rope_parameters": {**YARN, "beta_slow": NAN}}, "beta_slow"),
+    ],
+)
+def test_a_number_that_nothing_is_computed_with_is_refused(tmp_path, changes, field):
+    """It would fail when the first token is generated, or make every logit NaN."""
+    make_target(tmp_path)
+    message = refusal(edit_config(tmp_path, lambda config: config.update(changes)))
+    assert f"{tmp_path}: config.json: {field}: Input should be " in message
 
 
 @pytest.mark.parametrize("keep", [0, 5, 100, -4])

@@ -435,6 +435,11 @@ def test_what_is_not_computed_is_refused(flags, message, hybrid, tmp_path):
         ({"attn_output_gate": False}, "attn_output_gate false is not supported"),
         ({"linear_num_value_heads": 5}, "5 linear value heads cannot share 2 key heads"),
         ({"linear_num_key_heads": None}, "'linear_num_key_heads' is missing"),
+        ({"rope_parameters": {"partial_rotary_factor": "x"}}, "config.json: a setting is of the wrong type (invalid"),
+        (
+            {"rope_parameters": {"partial_rotary_factor": float("nan")}},
+            "a setting is of the wrong type (cannot convert",
+        ),
         ({"linear_value_head_dim": 32}, "conv1d.weight [160, 1, 4] instead of [256, 1, 4]"),
     ],
 )

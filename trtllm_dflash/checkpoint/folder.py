@@ -153,7 +153,7 @@ def read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter of what is nested thousands of times
         raise CheckpointError(f"{file} is not valid JSON ({_line(error)}); download it again") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} does not hold a JSON object; download it again")

@@ -26,5 +26,6 @@ def reading_config(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"{folder}: {error}") from None
     except ValidationError as error:
         raise CheckpointError(f"{folder}: config.json: {first_problem(error)}") from None
-    except (AttributeError, TypeError, ArithmeticError) as error:  # a list where an object should be, and the like
+    # A list where an object should be, a word or NaN where a number should, and the like.
+    except (AttributeError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{folder}: config.json: a setting is of the wrong type ({error})") from None

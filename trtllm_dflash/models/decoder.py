@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
 
 from trtllm_dflash.errors import CheckpointError
-from trtllm_dflash.models.rope import RopeConfig, read_rope
+from trtllm_dflash.models.rope import PositiveNumber, RopeConfig, read_rope
 from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision, in_precision, units_per_rank
 from trtllm_dflash.ops.base import Acceptance, AttentionLayer, ClampedSwiglu, MoELayer, Ops, Residual
 
@@ -87,7 +87,7 @@ class DecoderConfig(BaseModel):
     kv_heads: PositiveInt
     head_size: PositiveInt
     intermediate_size: PositiveInt
-    norm_eps: float
+    norm_eps: PositiveNumber
     max_positions: PositiveInt
     rope: RopeConfig
     tied_embeddings: bool

@@ -1,11 +1,14 @@
 """Rotary position embedding: its settings, by the scaling rule."""
 
 import math
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from trtllm_dflash.errors import CheckpointError
+
+#: A number of a config.json that is divided by, or whose logarithm or root is taken.
+PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class RopeConfig(BaseModel):
@@ -14,15 +17,15 @@ class RopeConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["default", "linear", "llama3", "yarn", "proportional"] = "default"
-    theta: float
-    factor: float = 1.0
+    theta: PositiveNumber
+    factor: PositiveNumber = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
+    original_max_positions: PositiveInt = 8192
     rotary_size: PositiveInt | None = None  # a head's first dimensions, which alone are rotated; None: all
     # YaRN's alone:
-    beta_fast: float = 32.0  # turns over the original positions, from which on a frequency is kept
-    beta_slow: float = 1.0  # and below which it is slowed by the whole factor
+    beta_fast: PositiveNumber = 32.0  # turns over the original positions, from which on a frequency is kept
+    beta_slow: PositiveNumber = 1.0  # and below which it is slowed by the whole factor
     truncate: bool = True  # the bounds between the two are whole dimensions
     attention_factor: float = 1.0  # of cos and sin, so that its square is of every score
     share: float = 1.0  # proportional's alone: of a head's pairs, the first so many turn
