@@ -14,6 +14,8 @@ from trtllm_dflash.models.planned import Attends
 from trtllm_dflash.models.weights import units_per_rank
 
 VOCABULARY = 32_000
+_MOST_PASSES = 64  # several times those of any published chain or tree; each is counted by itself
+_DIGITS = 4  # of a number of drafts
 _TAPS = 3  # hidden states of the target, joined
 _HEAD_SIZE = 128  # of a target whose heads are none of a usual kind
 
@@ -40,15 +42,15 @@ class Eagle3Draft:
             SettingsError: it is neither.
         """
         parts = text.split("x")
-        numbers = [int(part) for part in parts if part.isdecimal()]
-        if len(numbers) == len(parts) and min(numbers) >= 1:
+        numbers = [int(part) for part in parts if part.isdecimal() and len(part) <= _DIGITS]
+        if len(numbers) == len(parts) and min(numbers) >= 1 and numbers[0] <= _MOST_PASSES:
             if len(parts) == 1:
                 return cls(numbers[0], 1, numbers[0] + 1)
             if len(parts) == 3 and numbers[0] <= numbers[2] <= _drafted(numbers[0], numbers[1]):
                 return cls(numbers[0], numbers[1], numbers[2] + 1)
         raise SettingsError(
             f"--eagle3-drafts {text}: write the drafts of a chain, such as 3, or of a tree its passes, the best of "
-            "each and the drafts to verify, such as 8x10x60"
+            f"each and the drafts to verify, such as 8x10x60; at most {_MOST_PASSES} passes"
         )
 
     @property
