@@ -504,6 +504,12 @@ def test_a_quantized_checkpoint_is_planned_as_its_backend_multiplies_it(layout, 
         ((*MODEL, "--precision", "nvfp4"), "--precision nvfp4: the target's checkpoint is not quantized"),
         ((*MODEL, "--gpu", "rtx-4090"), "more than rtx-4090 has: use --tp 4"),
         ((*MODEL, "--gpu", "h100", "--max-batch", 64), "more than h100 has: use --max-batch 39 or --max-seq-len"),
+        (
+            (*MODEL, "--gpu", "h200", "--max-batch", 10**20),
+            f"--max-batch {10**20}: Input should be less than 2147483648",
+        ),
+        ((*MODEL, "--cache-length", 10**20), f"--cache-length {10**20}: Input should be less than 2147483648"),
+        ((*MODEL, "--gpu", "h200", "--kv-memory", "inf"), "--kv-memory inf: Input should be a finite number"),
         ((*MODEL, "--gpu", "sm120"), "--gpu sm120: --plan knows b300,"),
         ((*MODEL, "--gpu", "b300", "--acceptance", 11), "--acceptance 11: a block of 10 rows commits 1 to 10 tokens"),
         (

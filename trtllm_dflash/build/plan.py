@@ -5,13 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveInt
+from pydantic import BaseModel, ConfigDict
 
 from trtllm_dflash.build.assumptions import assumptions, error_bound, expert_precision
 from trtllm_dflash.build.caches import page_limits
 from trtllm_dflash.build.defaults import choose_limits, memory_of
 from trtllm_dflash.build.planning import build_precision, open_checkpoints, plan_engine, plan_models
-from trtllm_dflash.build.settings import DEFAULT_MAX_BATCH, DEFAULTS_OF_TENSORRT, BuildSettings
+from trtllm_dflash.build.settings import DEFAULT_MAX_BATCH, DEFAULTS_OF_TENSORRT, BuildSettings, Count
 from trtllm_dflash.build.transcoding import check_transcoding
 from trtllm_dflash.checkpoint.hub import PACKAGE
 from trtllm_dflash.cost.acceptance import ImposedAcceptance, check_acceptance
@@ -51,7 +51,7 @@ class PlanSettings(BaseModel):
 
     gpu: str | None = None  # None: all that are known, one line each
     acceptance: float | None = None  # tokens a step with the drafter's whole block
-    cache_length: PositiveInt | None = None  # tokens that each slot holds in the steps that are predicted
+    cache_length: Count | None = None  # tokens that each slot holds in the steps that are predicted
 
 
 class Limits(BaseModel):
