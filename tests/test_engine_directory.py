@@ -147,6 +147,34 @@ def test_a_moved_checkpoint_is_still_the_same(checkpoints, engine, tmp_path):
     assert build(settings(Path(shutil.copytree(checkpoints, tmp_path / "moved"))), engine) is False
 
 
+def test_force_replaces_the_engine_behind_a_link(checkpoints, engine, tmp_path):
+    link = tmp_path / "links" / "engine"
+    link.parent.mkdir()
+    link.symlink_to(engine)
+    assert build(settings(checkpoints, chunk=7), link, force=True)
+    assert link.is_symlink() and not engine.is_symlink()
+    assert json.loads((engine / "config.json").read_text())["chunk"] == 7
+    assert (sorted(os.listdir(tmp_path)), os.listdir(link.parent)) == (["engine", "links"], ["engine"])
+
+
+def test_what_a_dangling_link_leads_to_is_built(checkpoints, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "large" / "engine")
+    assert build(settings(checkpoints), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "large" / "engine" / "config.json").is_file()
+    assert not build(settings(checkpoints), tmp_path / "link")
+
+
+def test_a_link_that_was_left_beside_an_output_goes_and_what_it_leads_to_stays(checkpoints, engine, tmp_path):
+    gone = start([sys.executable, "-c", ""])
+    gone.communicate()
+    output, precious = tmp_path / "output", contents(engine)
+    build(settings(checkpoints), output)
+    (tmp_path / f".output.{gone.pid}.old").symlink_to(engine)
+    build(settings(checkpoints, chunk=7), output, force=True)
+    assert sorted(os.listdir(tmp_path)) == ["engine", "output"]
+    assert contents(engine) == precious
+
+
 # -- failing ---------------------------------------------------------------------------------------------------------
 
 

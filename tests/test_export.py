@@ -162,3 +162,13 @@ def test_an_export_that_would_not_come_back_is_not_written(tmp_path, tiny_engine
     with pytest.raises(EngineError, match=r"cannot be exported: .* of rank 0 would not be read as it is"):
         export(tiny_engine, tmp_path / "export")
     assert not list(tmp_path.iterdir())
+
+
+def test_force_replaces_the_export_behind_a_link(tmp_path, tiny_engine):
+    link = tmp_path / "link"
+    link.symlink_to("export")
+    export(tiny_engine, link)
+    (tmp_path / "export" / "target" / "tokenizer.json").unlink()
+    export(tiny_engine, link, force=True)
+    assert link.is_symlink() and (tmp_path / "export" / "target" / "tokenizer.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "link"]

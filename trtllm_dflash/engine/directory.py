@@ -51,12 +51,15 @@ def plan_file(rank: int) -> str:
 def written_aside(path: Path, what: str = "engine") -> Iterator[Path]:
     """Makes a folder to write into that becomes `path` at the end; after an error or Ctrl-C nothing is left of it.
 
-    What a process that was killed has left goes when the next one writes to the same path.
+    Where `path` is a link, what it leads to is written. What a process that was killed has left goes when the next one
+    writes to the same path.
     """
-    path = Path(os.path.abspath(path))  # "." has no name
+    named = Path(os.path.abspath(path))  # "." has no name
+    path = Path(os.path.realpath(path))  # a link would be replaced, and what it leads to would stay as it was
     aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     shutil.rmtree(aside, ignore_errors=True)
-    _remove_abandoned(path)
+    for place in {named, path}:
+        _remove_abandoned(place)
     lock = None
     try:
         aside.mkdir(parents=True)
@@ -77,7 +80,7 @@ def written_aside(path: Path, what: str = "engine") -> Iterator[Path]:
             aside.rename(path)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise EngineError(f"{path}: the {what} cannot be written: {reason} (--output)") from error
+        raise EngineError(f"{named}: the {what} cannot be written: {reason} (--output)") from error
     finally:
         if lock is not None:
             os.close(lock)
@@ -95,6 +98,9 @@ def _remove_abandoned(path: Path) -> None:
         if not pid.isdecimal() or _runs(int(pid)) or not (kind == "partial" or (kind == "old" and path.exists())):
             continue
         with suppress(OSError):  # it is another user's, or locked
+            if folder.is_symlink():  # of an output that was a link; what it leads to is nobody's leftover
+                folder.unlink()
+                continue
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
