@@ -175,6 +175,32 @@ def test_a_link_that_was_left_beside_an_output_goes_and_what_it_leads_to_stays(c
     assert contents(engine) == precious
 
 
+def test_of_two_builds_at_once_only_one_says_that_it_built(checkpoints, tmp_path):
+    """One may take an hour: the other one's engine is not replaced without a word."""
+    output = tmp_path / "engine"
+
+    def build_another(*_: object) -> None:
+        if not output.exists():
+            build(settings(checkpoints, chunk=7), tmp_path / "another")
+            (tmp_path / "another").rename(output)
+
+    with pytest.raises(EngineError, match=r"engine: something else was written there .* another --output, or --force"):
+        build(settings(checkpoints), output, progress=build_another)
+    assert json.loads((output / "config.json").read_text())["chunk"] == 7
+    assert os.listdir(tmp_path) == ["engine"]
+    shutil.rmtree(output)
+    assert build(settings(checkpoints), output, force=True, progress=build_another)
+    assert json.loads((output / "config.json").read_text())["chunk"] != 7
+
+
+@pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("nowhere")], ids=["file", "link"])
+def test_a_file_that_comes_to_an_output_meanwhile_is_kept(make, checkpoints, tmp_path):
+    output = tmp_path / "engine"
+    with pytest.raises(EngineError, match="something else was written there"):
+        build(settings(checkpoints), output, progress=lambda *_: None if os.path.lexists(output) else make(output))
+    assert os.listdir(tmp_path) == ["engine"] and not output.is_dir()
+
+
 # -- failing ---------------------------------------------------------------------------------------------------------
 
 

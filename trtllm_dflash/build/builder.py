@@ -62,7 +62,7 @@ def build(
     pair = as_planned(
         pair, config, plan.draft_text, lambda done, total: progress("counting tokens, kB", done // 1000, total // 1000)
     )
-    with written_aside(output) as folder:
+    with written_aside(output, replaces=force or refresh) as folder:
         _copy_files(pair, settings, folder)
         if config.backend == "tensorrt":
             plans = compile_ranks(pair, config, folder, output.parent, settings.workers, progress)

@@ -62,7 +62,7 @@ def export(engine: Path, output: Path, force: bool = False, progress: Progress =
         raise EngineError(f"{output}: {what}, or use another --output")
     with ExitStack() as stack:
         ranks = [stack.enter_context(safe_open(_rank(engine, config, i), framework="pt")) for i in range(config.tp)]
-        with written_aside(output, "export") as folder:
+        with written_aside(output, "export", replaces=force) as folder:
             _write_target(engine, config, ranks, folder / TARGET, progress)
             if config.drafter is not None:
                 _write_drafter(engine, config, ranks, folder / DRAFTER, progress)

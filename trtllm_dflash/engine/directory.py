@@ -1,5 +1,6 @@
 """An engine directory: written aside and renamed, checked when loaded."""
 
+import errno
 import fcntl
 import glob
 import hashlib
@@ -48,11 +49,17 @@ def plan_file(rank: int) -> str:
 
 
 @contextmanager
-def written_aside(path: Path, what: str = "engine") -> Iterator[Path]:
+def written_aside(path: Path, what: str = "engine", *, replaces: bool) -> Iterator[Path]:
     """Makes a folder to write into that becomes `path` at the end; after an error or Ctrl-C nothing is left of it.
 
     Where `path` is a link, what it leads to is written. What a process that was killed has left goes when the next one
     writes to the same path.
+
+    Args:
+        replaces: what stands at `path` by then goes; else only an empty folder does.
+
+    Raises:
+        EngineError: it cannot be written; or without `replaces`, another process has made it meanwhile.
     """
     named = Path(os.path.abspath(path))  # "." has no name
     path = Path(os.path.realpath(path))  # a link would be replaced, and what it leads to would stay as it was
@@ -67,7 +74,7 @@ def written_aside(path: Path, what: str = "engine") -> Iterator[Path]:
         with suppress(OSError):  # a file system without locks: there nobody removes what is left
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield aside
-        if path.exists():
+        if replaces and path.exists():
             old = path.with_name(f".{path.name}.{os.getpid()}.old")
             path.rename(old)
             try:
@@ -77,7 +84,7 @@ def written_aside(path: Path, what: str = "engine") -> Iterator[Path]:
                 raise
             shutil.rmtree(old)
         else:
-            aside.rename(path)
+            _rename_to_new(aside, path, named, what)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise EngineError(f"{named}: the {what} cannot be written: {reason} (--output)") from error
@@ -85,6 +92,19 @@ def written_aside(path: Path, what: str = "engine") -> Iterator[Path]:
         if lock is not None:
             os.close(lock)
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _rename_to_new(aside: Path, path: Path, named: Path, what: str) -> None:
+    """Gives a folder a name that nothing has; the file system refuses it where another process was sooner."""
+    try:
+        aside.rename(path)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+            raise
+        raise EngineError(
+            f"{named}: something else was written there while this {what} was made; "
+            "use another --output, or --force to replace it"
+        ) from None
 
 
 def _remove_abandoned(path: Path) -> None:

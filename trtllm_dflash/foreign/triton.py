@@ -114,7 +114,7 @@ def deploy_llmapi(plan: Plan, output: Path, force: bool = False) -> None:
             return
         if not force:
             raise EngineError(f"{output}: exists and differs; use another --output, or --force to replace it")
-    with written_aside(output, "model repository") as folder:
+    with written_aside(output, "model repository", replaces=force) as folder:
         for name, text in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")

@@ -69,7 +69,7 @@ def quantize(
     report = QuantizeReport(
         settings.format, settings.kv, len(samples.calibration), len(samples.held_back), computed_in=""
     )
-    with written_aside(output, "quantized checkpoint") as aside:
+    with written_aside(output, "quantized checkpoint", replaces=force) as aside:
         made = _quantize(settings, pair, folders, roles, samples, aside, report, progress)
         measure(report, folders, made, samples.held_back, settings.max_tokens, settings.device, progress)
         for file in aside.rglob("*.safetensors"):

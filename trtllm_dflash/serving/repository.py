@@ -65,7 +65,7 @@ def deploy(engine: Path, output: Path, settings: DeploySettings | None = None, f
             return
         if not force:
             raise EngineError(f"{output}: exists and differs; use another --output, or --force to replace it")
-    with written_aside(output, "model repository") as folder:
+    with written_aside(output, "model repository", replaces=force) as folder:
         for name, text in files.items():
             file = folder / name
             file.parent.mkdir(parents=True, exist_ok=True)
