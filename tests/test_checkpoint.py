@@ -192,6 +192,23 @@ def test_a_truncated_file_is_named(tmp_path, keep):
     assert f"{file} is truncated or damaged" in refusal(tmp_path)
 
 
+def test_weights_that_may_not_be_read_are_not_called_damaged(tmp_path, monkeypatch):
+    file = make_target(tmp_path) / "model.safetensors"
+    opened = Path.open
+
+    def forbidden(path: Path, *args: Any, **options: Any) -> Any:
+        if path == file:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *args, **options)
+
+    def missing(*_: object, **options: object) -> None:
+        raise FileNotFoundError(f"No such file or directory: {file}")  # what safetensors says then
+
+    monkeypatch.setattr(Path, "open", forbidden)
+    monkeypatch.setattr("trtllm_dflash.checkpoint.folder.safe_open", missing)
+    assert refusal(tmp_path) == f"{file} cannot be read (Permission denied)"
+
+
 def test_a_missing_shard_is_named(tmp_path):
     shard = make_target(tmp_path, shards=3) / "model-00002-of-00003.safetensors"
     shard.unlink()
@@ -532,6 +549,10 @@ def test_any_other_failure_of_a_download_is_one_line(monkeypatch, error):
 def test_a_path_that_does_not_exist_never_asks_the_network(monkeypatch, name):
     fail_with(monkeypatch, AssertionError("asked"), AssertionError("asked"))
     assert unresolved(name).startswith(f"{name} does not exist")
+
+
+def test_a_name_that_is_too_long_for_a_folder_is_refused():
+    assert unresolved("x" * 300) == f"{'x' * 300} cannot be read (File name too long)"
 
 
 def test_a_file_is_not_a_checkpoint(tmp_path):

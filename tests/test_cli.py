@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import click
 import pytest
@@ -112,6 +113,43 @@ def test_the_group_lists_its_commands():
 def test_an_unknown_command_or_flag_is_a_usage_error():
     assert run("biuld").exit_code == 2
     assert "--tpp" in run("build", "--tpp", 2).stderr
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("build", "--model", "tiny", "--output", LONG),
+        ("build", "--model", LONG),
+        ("build", "--model", f"{LONG}.yaml"),
+        ("build", "--target", LONG),
+        ("inspect", LONG),
+        ("generate", "--engine", LONG, "--prompt", "hello"),
+        ("export", "--engine", LONG, "--output", "export"),
+        ("deploy", "--engine", LONG, "--output", "repository"),
+    ],
+    ids=lambda words: " ".join(words).replace(LONG, "LONG"),
+)
+def test_a_name_that_is_too_long_is_one_line(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    line = refusal(*words)
+    assert LONG in line and "File name too long" in line
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (PermissionError(13, "Permission denied", "/some/file"), "error: /some/file: Permission denied"),
+        (OSError(98, "Address already in use"), "error: Address already in use"),
+        (OSError("libcudart: cannot open\nshared object file"), "error: libcudart: cannot open shared object file"),
+    ],
+)
+def test_an_error_of_the_system_is_one_line(error, says, monkeypatch):
+    monkeypatch.setattr(main.commands["models"], "callback", Mock(side_effect=error))
+    assert refusal("models") == says
 
 
 # -- models ----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The engine directory: written whole or not at all, and loaded only as it was built."""
 
+import errno
 import hashlib
 import json
 import os
@@ -7,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -378,6 +380,32 @@ def test_a_checkpoint_s_tokenizer_that_is_cut_off_is_refused_before_anything_is_
     assert f"{target / 'tokenizer.json'} is truncated or damaged" in line
     assert line.endswith("download it again")
     assert not (tmp_path / "engine").exists()
+
+
+def closed(file: Path) -> None:
+    """Makes a file one that cannot be read, for root too: a name that is too long stands for a mode that forbids it."""
+    file.unlink(missing_ok=True)
+    file.symlink_to("x" * 300)
+
+
+@pytest.mark.parametrize("name", ["config.json", "rank0.safetensors", "tokenizer.json"])
+def test_a_file_of_an_engine_that_cannot_be_read_is_named_with_the_cause(name, tiny_engine, tmp_path):
+    engine = Path(shutil.copytree(tiny_engine, tmp_path / "engine"))
+    closed(engine / name)
+    assert load_refusal(engine) == f"{engine / name}: cannot be read (File name too long)"
+
+
+def test_a_file_of_an_engine_that_may_not_be_opened_is_named_with_the_cause(engine, monkeypatch):
+    opened = Path.open
+
+    def forbidden(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name == name:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", forbidden)
+    for name in ("rank0.safetensors", "config.json"):
+        assert load_refusal(engine) == f"{engine / name}: cannot be read (Permission denied)"
 
 
 # -- what a stranger found ---------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ _YOUNG_OBJECTS = 10_000
 
 
 class _Commands(click.Group):
-    """Prints the package's own errors as one line, and ends an interrupted command with 130."""
+    """Prints the package's own errors, and the system's, as one line, and ends an interrupted command with 130."""
 
     def invoke(self, ctx: click.Context) -> Any:
         # A polite kill unwinds as an error does: what is half-written goes, and the ranks are let go.
@@ -52,6 +52,9 @@ class _Commands(click.Group):
             # The reader of our output has gone (`| head`): nothing is wrong, and nothing more can be said.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(0)
+        except OSError as error:  # a file that may not be read, a name that is too long, a disk that is full
+            named = "" if error.filename is None else f"{error.filename}: "
+            self._fail(f"{named}{error.strerror or error}", 1)
 
     @staticmethod
     def _fail(message: str, code: int) -> NoReturn:

@@ -196,6 +196,10 @@ def _read_shards(path: Path, weight_map: Any) -> dict[str, TensorInfo]:
 def _read_header(file: Path) -> dict[str, TensorInfo]:
     tensors = {}
     try:
+        file.open("rb").close()  # safetensors says of every file that it cannot open that there is none
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror})") from None
+    try:
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 - not a dict
                 info = opened.get_slice(key)

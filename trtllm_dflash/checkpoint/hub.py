@@ -28,10 +28,13 @@ def resolve(name_or_path: str) -> Path:
     if name_or_path.startswith(PACKAGE):
         return _package_folder(name_or_path)
     path = Path(name_or_path).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise CheckpointError(f"{name_or_path} is a file; pass the checkpoint's folder")
+    try:
+        if path.is_dir():
+            return path
+        if path.exists():
+            raise CheckpointError(f"{name_or_path} is a file; pass the checkpoint's folder")
+    except OSError as error:  # a folder above it is closed to us, or the name is too long
+        raise CheckpointError(f"{name_or_path} cannot be read ({error.strerror})") from None
     if _looks_like_a_path(name_or_path):
         raise CheckpointError(f"{name_or_path} does not exist; pass a checkpoint folder or a Hugging Face repository")
     try:

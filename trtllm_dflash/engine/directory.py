@@ -151,12 +151,12 @@ def read_config(path: Path) -> EngineConfig:
     """Reads the configuration of an engine directory.
 
     Raises:
-        EngineError: there is none, or it is of another version.
+        EngineError: there is none, it cannot be read, or it is of another version.
     """
     file = path / CONFIG_FILE
-    if not file.is_file():
-        raise EngineError(f"{path}: not an engine directory (no {CONFIG_FILE}); build one: trtllm-dflash build")
     try:
+        if not file.is_file():
+            raise EngineError(f"{path}: not an engine directory (no {CONFIG_FILE}); build one: trtllm-dflash build")
         raw = json.loads(file.read_text())
         version = raw.get("schema_version")
         if version != SCHEMA_VERSION:
@@ -164,6 +164,8 @@ def read_config(path: Path) -> EngineConfig:
                 f"{file}: schema version {version}, this release reads {SCHEMA_VERSION}; build the engine again"
             )
         return EngineConfig.model_validate(raw)
+    except OSError as error:
+        raise EngineError(f"{file}: cannot be read ({error.strerror})") from None
     except (ValueError, AttributeError) as error:
         cause = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
         where = ".".join(str(part) for part in cause["loc"])
@@ -174,12 +176,16 @@ def check_file(path: Path, config: EngineConfig, name: str) -> Path:
     """Checks that a file's content is what was built; returns its path.
 
     Raises:
-        EngineError: it is missing, truncated or changed.
+        EngineError: it is missing, truncated or changed, or cannot be read.
     """
     file = path / name
-    if not file.is_file():
-        raise EngineError(f"{file}: missing; build the engine again")
-    if digest(file) != config.files.get(name):
+    try:
+        if not file.is_file():
+            raise EngineError(f"{file}: missing; build the engine again")
+        found = digest(file)
+    except OSError as error:
+        raise EngineError(f"{file}: cannot be read ({error.strerror})") from None
+    if found != config.files.get(name):
         raise EngineError(
             f"{file}: its digest is not the one in {CONFIG_FILE}; the file changed: build the engine again"
         )
