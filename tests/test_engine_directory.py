@@ -203,6 +203,13 @@ def test_a_file_that_comes_to_an_output_meanwhile_is_kept(make, checkpoints, tmp
     assert os.listdir(tmp_path) == ["engine"] and not output.is_dir()
 
 
+def test_what_is_called_like_a_checkpoint_s_file_and_is_none_is_passed_over(checkpoints, engine, tmp_path):
+    strange = Path(shutil.copytree(checkpoints, tmp_path / "strange"))
+    (strange / "target" / "extra.json").symlink_to("nowhere")
+    (strange / "drafter" / "results.json").mkdir()
+    assert not build(settings(strange), engine)  # the same engine
+
+
 # -- failing ---------------------------------------------------------------------------------------------------------
 
 

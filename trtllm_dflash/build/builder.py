@@ -118,6 +118,6 @@ def _source_digests(pair: Pair, draft_text: Path | None) -> dict[str, str]:
         f"{role}/{file.name}": digest(file)
         for role, folder in folders.items()
         for file in sorted(folder.iterdir())
-        if file.suffix in (".safetensors", ".json", ".jinja", ".txt")
+        if file.suffix in (".safetensors", ".json", ".jinja", ".txt") and file.is_file()
     }
     return digests if draft_text is None else {**digests, "draft_text": digest(draft_text)}
