@@ -1,6 +1,7 @@
 """`export`: the folders that it writes are those that the engine could have been built from."""
 
 import json
+import shlex
 
 import pytest
 import torch
@@ -125,6 +126,15 @@ def test_the_command_says_how_to_serve_it_and_replaces_only_exports(tmp_path, ti
     line = refusal("export", "--engine", tiny_engine, "--output", output, "--force")
     assert "exists and is not an export; remove it yourself" in line
     assert {entry.name for entry in tmp_path.iterdir()} == {"export"}  # nothing half-written
+
+
+@pytest.mark.parametrize("command", ["export", "deploy"])
+def test_the_line_that_serves_it_can_be_pasted(command, tmp_path, tiny_engine):
+    output = tmp_path / "it's here; really"
+    said = succeeds(command, "--engine", tiny_engine, "--output", output)
+    words = shlex.split(said.partition("serve it: ")[2])
+    folders = {"export": [f"{output}/target", f"{output}/drafter"], "deploy": [f"{tiny_engine}", f"{output}"]}[command]
+    assert words[0] == "trtllm-dflash" and [word for word in words if "/" in word] == folders
 
 
 def test_the_exported_pair_is_launched(tmp_path, tiny_engine):

@@ -1,5 +1,6 @@
 """`deploy`: a Triton model repository."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ def deploy(engine: Path | None, output: Path, force: bool, no_draft: bool, **fla
     from trtllm_dflash.serving import repository
 
     repository.deploy(engine, output, deploy_settings(no_draft, flags), force)
-    click.echo(f"{output}: written; serve it: trtllm-dflash serve --engine {engine} --repository {output}")
+    serve = shlex.join(["trtllm-dflash", "serve", "--engine", str(engine), "--repository", str(output)])
+    click.echo(f"{output}: written; serve it: {serve}")
 
 
 def _deploy_runtime(output: Path, force: bool, pair: dict[str, Any], others: dict[str, Any]) -> None:

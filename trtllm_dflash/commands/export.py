@@ -1,5 +1,6 @@
 """`export`: an engine's pair as Hugging Face folders."""
 
+import shlex
 from pathlib import Path
 
 import click
@@ -18,5 +19,6 @@ def export(engine: Path, output: Path, force: bool) -> None:
 
     with progress_bar() as progress:
         has_drafter = run(engine, output, force, progress)
-    pair = f"--target {output / TARGET}" + (f" --drafter {output / DRAFTER}" if has_drafter else " --method none")
-    click.echo(f"{output}: written; serve it: trtllm-dflash launch --runtime vllm {pair}")
+    words = ["trtllm-dflash", "launch", "--runtime", "vllm", "--target", str(output / TARGET)]
+    words += ["--drafter", str(output / DRAFTER)] if has_drafter else ["--method", "none"]
+    click.echo(f"{output}: written; serve it: {shlex.join(words)}")
