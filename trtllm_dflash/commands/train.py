@@ -1,6 +1,7 @@
 """`train`: a drafter for one's own target."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ def train(output: Path, from_: str | None, taps: str | None, until: str | None, 
     if as_json and report is not None:
         click.echo(json.dumps(report, indent=2))
     elif report is not None:
-        click.echo(f"{output}: trained; build with --target {settings.target} --drafter {output / 'drafter'}")
+        words = ["--target", str(settings.target), "--drafter", str(output / "drafter")]
+        click.echo(f"{output}: trained; build with {shlex.join(words)}")
 
 
 def _layers(taps: str | None) -> tuple[int, ...] | None:
