@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.waiting import PATIENCE
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.errors import DFlashError, EngineError, RequestError
 from trtllm_dflash.pairs.prompts import read_prompts
+from trtllm_dflash.runtime.scheduler import Scheduler
 
 PROMPTS = [prompts[0] for prompts in read_prompts(1).values()]
 PROMPT = PROMPTS[0]
@@ -465,3 +467,40 @@ def test_arguments_that_do_not_fit_are_refused(tiny):
         tiny.generate("one text would be taken for a prompt a letter")
     with pytest.raises(DFlashError, match="precision"):
         LLM.from_pretrained(str(TINY / "target"), None, precision="fp4")
+
+
+def test_another_thread_is_refused_while_one_generates(tiny_engine, monkeypatch):
+    """Their requests would take one another's slots, and each reply be of both prompts."""
+    step, refused = Scheduler.step, []
+
+    def meddled_with(scheduler):
+        if not refused:
+            with ThreadPoolExecutor(1) as threads:
+                refused.append(threads.submit(llm.generate, [[1, 2]]).exception())
+        return step(scheduler)
+
+    params = SamplingParams(max_tokens=6)
+    with LLM.load(tiny_engine, "cpu") as llm:
+        (alone,) = llm.generate([[5, 6, 7]], params)
+        monkeypatch.setattr(Scheduler, "step", meddled_with)
+        (reply,) = llm.generate([[5, 6, 7]], params)
+        assert isinstance(refused[0], RequestError) and "another thread" in str(refused[0])
+        assert reply.token_ids == alone.token_ids
+        refused.clear()
+        assert [token for chunk in llm.stream([5, 6, 7], params) for token in chunk.token_ids] == alone.token_ids
+        assert isinstance(refused[0], RequestError)
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": 3}, 5, ["a", "b"]])
+def test_sampling_parameters_of_another_type_are_refused_by_name(tiny_engine, wrong):
+    with LLM.load(tiny_engine, "cpu") as llm, pytest.raises(RequestError, match="SamplingParams"):
+        llm.generate([[1], [2]], wrong)
+
+
+def test_prompts_may_be_any_list_of_them(tiny_engine):
+    with LLM.load(tiny_engine, "cpu") as llm:
+        params = SamplingParams(max_tokens=2)
+        assert len(llm.generate((ids for ids in ([1], [2])), params)) == 2
+        for wrong in ({"role": "user", "content": "x"}, None, 5):
+            with pytest.raises(RequestError, match="give a list of prompts, not"):
+                llm.generate(wrong, params)

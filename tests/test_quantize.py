@@ -1,6 +1,7 @@
 """`quantize`: ModelOpt's own numbers, little lost, and drafted text that is plain text in every precision."""
 
 import json
+import shutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -216,11 +217,32 @@ def test_the_command_prints_the_report_and_builds_from_there(tmp_path):
         (["--format", "fp8", "--text", "nowhere.txt"], "--text nowhere.txt: cannot be read: No such file"),
         (["--format", "fp8", "--samples", 0], "--samples 0: "),
         (["--format", "fp8", "--held-back", 4000], "samples, and 4000 are kept back to measure with"),
+        (["--format", "fp8", "--max-tokens", 4090], "--max-tokens 4090: the target takes 4096 positions"),
     ],
 )
 def test_what_cannot_be_quantized_is_refused_by_name(flags, says, tmp_path):
     assert says in refusal("quantize", "--model", "tiny", "--output", tmp_path / "made", *flags)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_else_has_a_report_and_what_is_read_are_not_replaced(tmp_path):
+    few = ["--format", "fp8", "--samples", 3, "--held-back", 1, "--length", 64, "--max-tokens", 8, "--force"]
+    training = tmp_path / "training"
+    shutil.copytree(TINY / "drafter", training / "drafter")
+    (training / "report.json").write_text("{}")
+    pair = ["--target", TINY / "target", "--drafter", training / "drafter"]
+    assert "holds the drafter that is read" in refusal("quantize", *pair, "--output", training, *few)
+    (training / "checkpoints").mkdir()
+    line = refusal("quantize", "--model", "tiny", "--output", training, *few)
+    assert line == f"error: {training}: exists; remove it"
+    assert sorted(path.name for path in training.iterdir()) == ["checkpoints", "drafter", "report.json"]
+
+
+def test_a_text_s_own_ends_of_lines_end_no_line_of_json(tmp_path):
+    codec = TextCodec.load(TINY / "target", {})
+    file = tmp_path / "text.jsonl"
+    file.write_text('{"prompt": "a\u2028 b"}\n{"prompt": "c\u0085 d"}\n', encoding="utf-8")
+    assert len(read_samples(file, codec, 1, 1, 64).calibration) == 1
 
 
 def test_without_modelopt_it_says_how_to_get_it(monkeypatch, tmp_path):

@@ -574,6 +574,14 @@ def test_a_full_disk_is_said_in_one_line_and_leaves_no_half_file(tmp_path, monke
         state.check_space("checkpoints", 10**18)
 
 
+@pytest.mark.parametrize("line", ['{"prompt": "a \\ud800"}', '{"prompt": "a", "domain": "\\ud800"}', "[" * 100_000])
+def test_a_record_of_half_characters_or_without_end_is_named(line, tmp_path):
+    make_target(tmp_path / "target")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "b"}\n' + line + "\n")
+    words = ("--target", tmp_path / "target", "--output", tmp_path / "out", "--data", tmp_path / "a.jsonl")
+    assert "a.jsonl: line 2 is not a JSON object" in refusal("train", *words, "--mask-token", 9)
+
+
 def test_wrong_input_is_refused_in_one_line(tmp_path):
     make_target(tmp_path / "target")
     make_drafter(tmp_path / "drafter", tmp_path / "target")
@@ -588,6 +596,9 @@ def test_wrong_input_is_refused_in_one_line(tmp_path):
     assert "--taps 1,x" in refusal("train", *given, "--taps", "1,x")
     assert "--taps 4: the target has layers 0 to 3" in refusal("train", *given, "--taps", "1,4")
     assert "--until build" in refusal("train", *given, "--until", "build")
+    for number in ("inf", "nan", "0"):
+        assert "--rate" in refusal("train", *given, "--rate", number)
+        assert "--hours" in refusal("train", *given, "--hours", number)
     assert "--objective l1" in refusal("train", *given, "--objective", "l1")
     assert "--block: the drafter of --from has 8" in refusal("train", *begun, "--block", 16)
     assert "--pack 64: is shorter than --max-seq-len 128" in refusal(

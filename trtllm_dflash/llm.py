@@ -2,7 +2,9 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -54,7 +56,8 @@ class TextChunk:
 class LLM:
     """A target and its drafter, ready to generate.
 
-    Not for several threads at once. Under tensor parallelism only rank 0 generates; see `trtllm-dflash generate`.
+    Not for several threads at once: while one generates, others get a RequestError. Under tensor parallelism only rank
+    0 generates; see `trtllm-dflash generate`.
     """
 
     def __init__(self, session: Session, codec: TextCodec | None, folder: Path | None = None) -> None:
@@ -65,6 +68,7 @@ class LLM:
         lacks = "" if session.limits.shapes else "TensorRT plans do not yet do this"
         self.intake = Intake(session.config, codec, lacks=lacks)
         self._turn = object()  # whose steps the session's slots hold
+        self._slots_in_use = threading.Lock()
 
     @classmethod
     def load(
@@ -210,34 +214,57 @@ class LLM:
         """
         if isinstance(prompts, str):
             raise RequestError("give a list of prompts, not one text")
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
+        if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+            raise RequestError(f"give a list of prompts, not {type(prompts).__name__}")
+        prompts = list(prompts)
+        if params is None or isinstance(params, SamplingParams) or not isinstance(params, Sequence):
+            params = [_sampling(params)] * len(prompts)
+        params = [_sampling(its_params) for its_params in params]
         if len(params) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
         pairs = zip(prompts, params, strict=True)
         sequences = [self.intake.sequence(prompt, its_params, draft) for prompt, its_params in pairs]
-        scheduler = Scheduler(self.session, draft)
-        self._turn = object()
-        for sequence in sequences:
-            scheduler.submit(sequence)
-        for sequence in sequences:
-            while not sequence.done:  # what was launched ahead of its end nobody waits for
-                scheduler.step()
+        with self._alone():
+            scheduler = Scheduler(self.session, draft)
+            self._turn = object()
+            for sequence in sequences:
+                scheduler.submit(sequence)
+            for sequence in sequences:
+                while not sequence.done:  # what was launched ahead of its end nobody waits for
+                    scheduler.step()
         return [sequence.completion() for sequence in sequences]
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keeps other threads off the engine's slots.
+
+        Raises:
+            RequestError: one is computing on them.
+        """
+        if not self._slots_in_use.acquire(blocking=False):
+            raise RequestError("another thread generates on this LLM; `service()` answers several at a time")
+        try:
+            yield
+        finally:
+            self._slots_in_use.release()
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, draft: bool = True) -> Iterator[TextChunk]:
         """Generates a reply, one chunk a step. Arguments and errors as in `generate`.
 
         A later request takes the engine's slots: going on with this stream then raises a RequestError.
         """
-        sequence = self.intake.sequence(prompt, params or SamplingParams(), draft)
-        scheduler = Scheduler(self.session, draft)
-        scheduler.submit(sequence)
-        turn = self._turn = object()
+        sequence = self.intake.sequence(prompt, _sampling(params), draft)
+        with self._alone():
+            scheduler = Scheduler(self.session, draft)
+            scheduler.submit(sequence)
+            turn = self._turn = object()
         while scheduler.busy:
-            if self._turn is not turn:
-                raise RequestError("another request began on this LLM before this stream ended; generate them together")
-            scheduler.step()
+            with self._alone():
+                if self._turn is not turn:
+                    raise RequestError(
+                        "another request began on this LLM before this stream ended; generate them together"
+                    )
+                scheduler.step()
             update = sequence.take_update()
             if update is not None:
                 if update.error is not None:
@@ -335,3 +362,16 @@ def _prepare_rank(
         )
     engine = load_engine(check_file(folder, config, plan_file(rank)), config)
     return lambda communicator: TensorRTSession(config, engine, device, communicator)
+
+
+def _sampling(params: object) -> SamplingParams:
+    """Checks sampling parameters; None: greedy ones.
+
+    Raises:
+        RequestError: they are something else.
+    """
+    if params is None:
+        return SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params: give SamplingParams, for all prompts or one each, not {type(params).__name__}")
+    return params

@@ -301,8 +301,7 @@ class _Client:
         metrics: str | None,
         settings: CompareSettings,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not _is_address(url):
             raise SettingsError(f"--{name} {url}: write http://HOST:PORT, of a server with OpenAI's API")
         self._flag = f"--{name} {url}"
         self._base = url.rstrip("/").removesuffix("/v1")
@@ -490,3 +489,12 @@ def _rounded(value: float | None) -> float | None:
 
 def _spread(values: list[float]) -> dict[str, float | None]:
     return {"median": _rounded(statistics.median(values)), "longest": _rounded(max(values))}
+
+
+def _is_address(url: str) -> bool:
+    """Whether that is the address of a server that HTTP reaches."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is none, and of half an IPv6 address
+        return False

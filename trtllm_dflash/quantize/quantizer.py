@@ -25,6 +25,9 @@ from trtllm_dflash.text.tokenizer import TextCodec
 
 REPORT_FILE = "report.json"
 
+#: Tokens of a sample, at least: fewer say nothing of what a matrix meets.
+LEAST_LENGTH = 16
+
 
 class QuantizeSettings(BaseModel):
     """Settings of `quantize`; each field is a flag."""
@@ -39,7 +42,7 @@ class QuantizeSettings(BaseModel):
     text: Path = PROMPTS
     samples: PositiveInt = 128
     held_back: Annotated[int, Field(ge=1)] = 8
-    length: Annotated[int, Field(ge=16)] = 512  # tokens of a sample, at most
+    length: Annotated[int, Field(ge=LEAST_LENGTH)] = 512  # tokens of a sample, at most
     max_tokens: PositiveInt = 128  # of a reply, for acceptance
     device: str = "auto"
 
@@ -61,10 +64,19 @@ def quantize(
     codec = TextCodec.load(folders["target"], {})
     if codec is None:
         raise SettingsError(f"--target {settings.target}: there is no tokenizer.json to read a text with")
-    length = min(settings.length, pair.target_config.max_positions - settings.max_tokens)
+    positions = pair.target_config.max_positions
+    length = min(settings.length, positions - settings.max_tokens)
+    if length < LEAST_LENGTH:
+        raise SettingsError(
+            f"--max-tokens {settings.max_tokens}: the target takes {positions} positions, of which a sample needs "
+            f"{LEAST_LENGTH} besides"
+        )
     samples = read_samples(settings.text, codec, settings.samples, settings.held_back, length)
-    if output.exists() and not (force and (output / REPORT_FILE).is_file()):
-        hint = "use another --output, or --force to replace it" if (output / REPORT_FILE).is_file() else "remove it"
+    for role, folder in folders.items():
+        if output.resolve() in (folder.resolve(), *folder.resolve().parents):
+            raise EngineError(f"{output}: holds the {role} that is read; use another --output")
+    if output.exists() and not (force and _is_quantized(output)):
+        hint = "use another --output, or --force to replace it" if _is_quantized(output) else "remove it"
         raise EngineError(f"{output}: exists{'' if force else ' already'}; {hint}")
     report = QuantizeReport(
         settings.format, settings.kv, len(samples.calibration), len(samples.held_back), computed_in=""
@@ -76,6 +88,12 @@ def quantize(
             file.chmod(aside.stat().st_mode & 0o666)
         (aside / REPORT_FILE).write_text(json.dumps(as_json(report), indent=2) + "\n", encoding="utf-8")
     return report
+
+
+def _is_quantized(output: Path) -> bool:
+    """Whether a folder is what `quantize` writes, and nothing else: trainings have a report, too."""
+    names = {entry.name for entry in output.iterdir()} if output.is_dir() else set()
+    return REPORT_FILE in names and names <= {REPORT_FILE, "target", "drafter"}
 
 
 def _quantize(

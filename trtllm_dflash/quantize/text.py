@@ -52,7 +52,7 @@ def read_samples(text: Path, codec: TextCodec, samples: int, held_back: int, len
 
 def _rows(text: Path, codec: TextCodec) -> list[Sample]:
     rows = []
-    for number, line in enumerate(_read(text).splitlines(), start=1):
+    for number, line in enumerate(_read(text).split("\n"), start=1):  # not Unicode's other ends, which texts may have
         if not line.strip():
             continue
         try:

@@ -108,13 +108,17 @@ def _records(settings: TrainSettings, flag: str, file: Path) -> Iterator[Record]
 def _record(line: str, number: int, settings: TrainSettings) -> Record | None:
     """Reads a record; None where it is none."""
     try:
-        row = json.loads(line)
-    except ValueError:
+        return _record_of(json.loads(line), number, settings)
+    except (ValueError, RecursionError):  # no JSON, half a character, or nested without end
         return None
+
+
+def _record_of(row: object, number: int, settings: TrainSettings) -> Record | None:
     if not isinstance(row, dict):
         return None
     named = row.get(settings.domain_key)
     domain = named if isinstance(named, str) else _UNNAMED
+    domain.encode()
     if "prompt_ids" in row:
         ids, reply = row["prompt_ids"], row.get("reply_ids")
         known = _are_ids(ids) and _are_ids(reply)

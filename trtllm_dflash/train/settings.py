@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
 
 from trtllm_dflash.runtime.request import Temperature
 
 Share = Annotated[float, Field(gt=0, lt=1)]
+PositiveNumber = Annotated[FiniteFloat, Field(gt=0)]
 
 #: Of a drafter that is trained from nothing.
 DEFAULT_LAYERS, DEFAULT_BLOCK = 5, 16
@@ -48,10 +49,10 @@ class TrainSettings(BaseModel):
     pack: Annotated[int, Field(ge=16)] = 8192  # tokens that go through the drafter together
     packs: PositiveInt = 1  # of a step
     anchors: PositiveInt = 512  # blocks of a pack
-    rate: PositiveFloat | None = None  # default: 6e-4, and 1e-4 with --from
+    rate: PositiveNumber | None = None  # default: 6e-4, and 1e-4 with --from
     epochs: PositiveInt = 6
     steps: PositiveInt | None = None  # instead of epochs
-    hours: PositiveFloat | None = None  # of training, at most
+    hours: PositiveNumber | None = None  # of training, at most
     evaluate_every: PositiveInt | None = None  # steps; default: a twentieth of all
     save_every: PositiveInt = 500  # steps
     patience: PositiveInt = 5  # evaluations without a better one, after which training ends
