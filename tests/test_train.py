@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.checkpoints import make_drafter, make_gpt_oss, make_qwen3_moe, make_target
-from tests.conftest import refusal
+from tests.conftest import refusal, succeeds
 from tests.drafters import make_dflash2
 from tests.quantized import quantize_folder
 from trtllm_dflash import LLM, SamplingParams
@@ -580,6 +580,8 @@ def test_a_record_of_half_characters_or_without_end_is_named(line, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "b"}\n' + line + "\n")
     words = ("--target", tmp_path / "target", "--output", tmp_path / "out", "--data", tmp_path / "a.jsonl")
     assert "a.jsonl: line 2 is not a JSON object" in refusal("train", *words, "--mask-token", 9)
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"prompt": "{number}"}}\n' for number in range(64)))
+    assert "split: " in succeeds("train", *words, "--mask-token", 9, "--until", "split")
 
 
 def test_wrong_input_is_refused_in_one_line(tmp_path):

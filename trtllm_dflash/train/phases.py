@@ -137,7 +137,7 @@ class Training:
         """Splits the prompts into those to train on and those held out."""
         files = {"data": self.settings.data, "general": self.settings.general}
         digests = {name: None if file is None else _file_digest(name, file)[:12] for name, file in files.items()}
-        if not self.state.begin("split", {**digests, **_chosen(self.settings, _OF_SPLIT)}):
+        if not self.state.begin("split", {**digests, **_chosen(self.settings, _OF_SPLIT)}, at_once=True):
             return
         parts = split(self.settings)
         for name, records in ((TRAINING, parts.training), (HELD_OUT, parts.held_out)):

@@ -82,15 +82,17 @@ class State:
             finally:
                 os.close(lock)
 
-    def begin(self, name: str, settings: Mapping[str, Any]) -> bool:
+    def begin(self, name: str, settings: Mapping[str, Any], at_once: bool = False) -> bool:
         """Begins a phase, or goes on with it; returns False where it is done already.
+
+        A phase that makes all that it makes `at_once` begins anew, with whatever settings, until it is done.
 
         Raises:
             SettingsError: it was begun with other settings, or a file that it made has changed.
         """
         phase = self._manifest.phases.get(name)
         given = json.loads(json.dumps(dict(settings)))
-        if phase is None:
+        if phase is None or (at_once and not phase.done):
             self._manifest.phases[name] = Phase(settings=given)
             self._write_manifest()
             return True
