@@ -61,3 +61,8 @@ class DeadlineError(RequestError):
 
 class CancelledError(RequestError):
     """A request that its client no longer wants."""
+
+
+def one_line(error: Exception) -> str:
+    """Writes what a library's error says on one line."""
+    return " ".join(str(error).split())

@@ -217,9 +217,10 @@ class LLM:
         if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
             raise RequestError(f"give a list of prompts, not {type(prompts).__name__}")
         prompts = list(prompts)
-        if params is None or isinstance(params, SamplingParams) or not isinstance(params, Sequence):
+        if isinstance(params, Sequence):
+            params = [_sampling(its_params) for its_params in params]
+        else:
             params = [_sampling(params)] * len(prompts)
-        params = [_sampling(its_params) for its_params in params]
         if len(params) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
         pairs = zip(prompts, params, strict=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from trtllm_dflash.errors import CheckpointError
+from trtllm_dflash.errors import CheckpointError, one_line
 from trtllm_dflash.models.weights import Content, Part
 
 if TYPE_CHECKING:  # safetensors imports it where tensors are read
@@ -134,7 +134,7 @@ class CheckpointFolder:
             part: torch.Tensor = opened.get_slice(key)[places]
             return part if matrix is None else part[0]
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file}: cannot read tensor {key} ({_line(error)})") from None
+            raise CheckpointError(f"{file}: cannot read tensor {key} ({one_line(error)})") from None
 
 
 @lru_cache(maxsize=2)
@@ -154,7 +154,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError) as error:  # the latter of what is nested thousands of times
-        raise CheckpointError(f"{file} is not valid JSON ({_line(error)}); download it again") from None
+        raise CheckpointError(f"{file} is not valid JSON ({one_line(error)}); download it again") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file} does not hold a JSON object; download it again")
     return content
@@ -205,14 +205,10 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
                 info = opened.get_slice(key)
                 tensors[key] = TensorInfo(tuple(info.get_shape()), str(info.get_dtype()), file)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{file} is truncated or damaged ({_line(error)}); download it again") from None
+        raise CheckpointError(f"{file} is truncated or damaged ({one_line(error)}); download it again") from None
     return tensors
 
 
 def _some(names: list[str]) -> str:
     more = f", ... and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(names[:_LISTED]) + more
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())

@@ -8,7 +8,7 @@ import huggingface_hub
 from huggingface_hub import errors
 
 from trtllm_dflash.checkpoint.folder import INDEX_FILE, SINGLE_FILE
-from trtllm_dflash.errors import CheckpointError
+from trtllm_dflash.errors import CheckpointError, one_line
 
 #: Prefix of a folder inside the installed package: `package:pairs/tiny/target`.
 PACKAGE = "package:"
@@ -77,7 +77,7 @@ def _download(repository: str) -> Path:
             f"run `hf download {repository}` where there is a network, or pass a local folder"
         )
     except Exception as error:  # whatever the client's HTTP library raises
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = one_line(error) or type(error).__name__
         message = f"{repository} cannot be downloaded ({reason}); run again to resume, or pass a local folder"
     raise CheckpointError(message)
 

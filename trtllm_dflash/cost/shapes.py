@@ -39,10 +39,10 @@ def find_shape(name: str) -> Shape:
 
 def asked_precision(precision: str | None, device: torch.device) -> dict[str, Any]:
     """Turns the flag `--precision` into `shape_config`'s `precision` and `target_precision`, on a device."""
-    if precision in (None, "auto", "fp8", "fp8-blocks"):
-        own = "bf16" if device.type == "cuda" else "fp32"
-        return {"precision": own, "target_precision": precision if precision in ("fp8", "fp8-blocks") else None}
-    return {"precision": precision, "target_precision": None}
+    target_precision = precision if precision in ("fp8", "fp8-blocks") else None
+    if target_precision is not None or precision in (None, "auto"):
+        precision = "bf16" if device.type == "cuda" else "fp32"
+    return {"precision": precision, "target_precision": target_precision}
 
 
 def shape_config(

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from trtllm_dflash.errors import CheckpointError
 
-#: A number of a config.json that is divided by, or whose logarithm or root is taken.
+#: A finite one: it is divided by, its logarithm or root is taken, or it has no meaning otherwise.
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 

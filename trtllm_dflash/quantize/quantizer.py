@@ -75,8 +75,9 @@ def quantize(
     for role, folder in folders.items():
         if output.resolve() in (folder.resolve(), *folder.resolve().parents):
             raise EngineError(f"{output}: holds the {role} that is read; use another --output")
-    if output.exists() and not (force and _is_quantized(output)):
-        hint = "use another --output, or --force to replace it" if _is_quantized(output) else "remove it"
+    is_ours = _is_quantized(output)
+    if output.exists() and not (force and is_ours):
+        hint = "use another --output, or --force to replace it" if is_ours else "remove it"
         raise EngineError(f"{output}: exists{'' if force else ' already'}; {hint}")
     report = QuantizeReport(
         settings.format, settings.kv, len(samples.calibration), len(samples.held_back), computed_in=""

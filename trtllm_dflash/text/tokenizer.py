@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from trtllm_dflash.errors import CheckpointError, EngineError, LongPromptError, RequestError
+from trtllm_dflash.errors import CheckpointError, EngineError, LongPromptError, RequestError, one_line
 from trtllm_dflash.text.harmony import ARGUMENTS, Harmony
 from trtllm_dflash.text.reply.formats import ChatFormat, format_of_template, markers_of, messages_for, reply_parser
 from trtllm_dflash.text.reply.gemma4 import CHANNEL_END
@@ -264,8 +264,7 @@ def check_tokenizer(folder: Path) -> None:
     try:
         Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises no narrower one
-        reason = " ".join(str(error).split())
-        raise CheckpointError(f"{file} is truncated or damaged ({reason}); download it again") from None
+        raise CheckpointError(f"{file} is truncated or damaged ({one_line(error)}); download it again") from None
 
 
 def _load(folder: Path) -> "PreTrainedTokenizerFast":

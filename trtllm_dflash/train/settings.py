@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
+from trtllm_dflash.models.rope import PositiveNumber
 from trtllm_dflash.runtime.request import Temperature
 
 Share = Annotated[float, Field(gt=0, lt=1)]
-PositiveNumber = Annotated[FiniteFloat, Field(gt=0)]
 
 #: Of a drafter that is trained from nothing.
 DEFAULT_LAYERS, DEFAULT_BLOCK = 5, 16
