@@ -4,6 +4,7 @@ python benchmarks/scheduling.py --slots 64 --output benchmarks/results/schedulin
 """
 
 import argparse
+import gc
 import json
 import random
 import shlex
@@ -58,7 +59,8 @@ class Answers:
         drawn = self._accepted[self._count % len(self._accepted)]
         accepted = [min(count, rows - 1) for count, (_, rows) in zip(drawn, step.decode, strict=False)]
         ranks = most - 1 if self.config.draft_tree else 0
-        decided = [[count] + [7] * most + [1] * ranks for count in accepted + [0] * len(step.pieces)]
+        told = [(count, min(count, ranks)) for count in accepted + [0] * len(step.pieces)]
+        decided = [[count] + [7] * most + [1] * some + [0] * (ranks - some) for count, some in told]
         return Outcome(torch.tensor(decided, dtype=torch.int32), first_rank=1 + most if ranks else 0)
 
 
@@ -102,6 +104,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    gc.collect()
+    gc.freeze()  # as `EngineModel` does: else one step in some hundred looks through all of torch for garbage
     rows = []
     for slots in arguments.slots:
         for way, draft, tree in (("chain", True, 0), ("tree", True, NODES), ("plain", False, 0)):

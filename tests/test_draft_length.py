@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from trtllm_dflash.engine.ladder import batch_sizes, draft_lengths
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime import service
-from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength
+from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength, count_verified
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.settings import ServiceSettings
 from trtllm_dflash.runtime.step_times import FILE, decoding_times, step_times
@@ -30,6 +31,13 @@ def times(cost_of_a_row, drafter=0.2):
         for slots in (1, 2, 4, 8, 16, 32)
         for drafts in LENGTHS
     }
+
+
+@pytest.mark.parametrize("drafted", [[15] * 6, [20] * 6, [15, 0, 15, 4, 20, 15], [0] * 6])
+def test_sequences_are_counted_by_their_drafts_and_the_accepted_ones(drafted):
+    accepted = [min(count, given) for count, given in zip([2, 0, 2, 4, 15, 0], drafted, strict=True)]
+    expected = Counter((min(given, 15), n) for given, n in zip(drafted, accepted, strict=True) if given)
+    assert count_verified(drafted, accepted, 15) == expected
 
 
 def follow(length, slots, survival, steps, seed=0, of_tree=None):

@@ -15,6 +15,7 @@ from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.batch import Batch
 from trtllm_dflash.runtime.draft_length import FixedDraftLength
 from trtllm_dflash.runtime.scheduler import Scheduler
+from trtllm_dflash.session.session import Outcome
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +183,18 @@ def test_where_some_have_trees_and_others_chains_none_is_taken_for_the_other_s(t
     while scheduler.busy:
         scheduler.step()
     assert not scheduler.statistics.ranks
+
+
+def test_ranks_are_counted_of_the_drafts_that_replies_got():
+    ranks = [[1, 2, 1], [3], [], [1, 1, 4, 2]]
+    rows = [[len(own), 7, 7, 7, 7, 7, *own, *[0] * (4 - len(own))] for own in ranks]
+    rows.append([0, 7, 7, 7, 7, 7, 0, 0, 0, 0])  # a piece of a prompt
+    decided = torch.tensor(rows, dtype=torch.int32)
+    captured, listed = Outcome(decided, first_rank=6), Outcome(decided[:, :6], ranks=[*ranks, []])
+    for counts in ([3, 1, 0, 4], [0, 1, 0, 4], [3, 1, 0, 2], [0] * 4):
+        expected = Counter(rank for own, count in zip(ranks, counts, strict=True) for rank in own[:count])
+        assert [dict(outcome.rank_counts(counts)) for outcome in (captured, listed)] == [expected] * 2
+    assert captured.read() == [[7] * (row[0] + 1) for row in rows]
 
 
 def test_imposed_paths_have_no_ranks(tiny, prompts):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from trtllm_dflash.runtime.request import Sequence
 from trtllm_dflash.runtime.slots import Stay
 
 
@@ -10,6 +11,7 @@ class Batch:
     """The decoding slots of a step. It serves for all steps until a slot joins or leaves, or verifies other rows."""
 
     stays: list[Stay]
+    sequences: list[Sequence]  # theirs
     rows: list[tuple[int, int]]  # slot, and rows that it verifies
     drafted: list[int]  # drafts of each among those rows
     drafts: bool  # whether any of them drafts
@@ -28,6 +30,7 @@ class Batch:
         kinds = {stay.tree for stay in stays if stay.drafts}
         return cls(
             stays=list(stays),
+            sequences=[stay.sequence for stay in stays],
             rows=[(stay.slot, count) for stay, count in zip(stays, counts, strict=True)],
             drafted=[count - 1 for count in counts],
             drafts=bool(blocks),

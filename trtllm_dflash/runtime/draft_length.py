@@ -32,6 +32,23 @@ StepTimes = dict[tuple[int, int], float]
 DraftLengthChoice = Annotated[int | Literal["auto"], count_or_auto("draft_length", 0)]
 
 
+def count_verified(drafted: list[int], accepted: list[int], longest: int) -> dict[tuple[int, int], int]:
+    """Counts the sequences of a step by their drafts and the accepted ones, as `DraftLength.observe` takes them.
+
+    Args:
+        drafted, accepted: of each sequence; those without drafts are not counted.
+        longest: drafts of the longest chain; more are a tree's, which count by depth.
+    """
+    verified: dict[tuple[int, int], int]
+    if drafted.count(drafted[0]) == len(drafted):  # all but always; numbers are counted sooner than pairs
+        drafts = min(drafted[0], longest)
+        verified = {(drafts, n): sequences for n, sequences in Counter(accepted).items()}
+    else:
+        verified = Counter(zip((min(drafts, longest) for drafts in drafted), accepted, strict=True))
+    verified.pop((0, 0), None)
+    return verified
+
+
 def check_draft_length(choice: int | Literal["auto"], block_size: int) -> None:
     """Checks that an engine can draft so many tokens: at most a block less its bonus token.
 
@@ -131,7 +148,8 @@ class AdaptiveDraftLength(DraftLength):
         return best
 
     def observe(self, verified: Mapping[tuple[int, int], int]) -> None:
-        self._new.update(verified)
+        for drafts, count in verified.items():
+            self._new[drafts] += count
 
     def _look(self) -> None:
         """Adds what was observed since the last look to what is remembered."""

@@ -1,6 +1,6 @@
 """The choice of what a step drafts: how much, chains or trees, and whether the slots share their rows."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.runtime.batch import Batch, is_shaped
@@ -11,8 +11,7 @@ from trtllm_dflash.session.limits import StepLimits
 from trtllm_dflash.step import Drafting
 
 
-@dataclass(frozen=True)
-class StepDrafts:
+class StepDrafts(NamedTuple):
     """The drafts that a step makes, and how its slots verify those that the one before it has left."""
 
     drafting: Drafting

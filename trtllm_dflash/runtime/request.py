@@ -292,23 +292,39 @@ class Sequence:
         prompt = len(self.prompt_ids)
         return self.prompt_ids[first:end] + self.token_ids[max(0, first - prompt) : max(0, end - prompt)]
 
-    def commit(self, ids: list[int], now_ns: int) -> int:
-        """Appends a step's final tokens, up to and with the one that ends the sequence; returns their number."""
+    def begin(self, ids: list[int], now_ns: int) -> int:
+        """Appends the token that its prompt's last piece gives; returns the number of tokens."""
         if not self.token_ids:
             self.times.first_token_ns = now_ns
-        count = len(ids)
-        left = self.left - count
+        return self._commit_until_end(ids, now_ns)
+
+    def commit(self, ids: list[int], drafted: int, now_ns: int) -> int:
+        """Appends a decoding step's final tokens, up to and with the one that ends the sequence; returns their number.
+
+        Args:
+            drafted: drafts that the step has verified.
+        """
+        taken = new = len(ids)
+        left = self.left - new
         if left <= 0 or self._has_stops or not self.end_token_ids.isdisjoint(ids):
-            return self._commit_until_end(ids, now_ns)
-        self.left = left
-        self.token_ids += ids
-        if self.text is not None:
-            try:
-                for token in ids:
-                    self.text.push(token)
-            except Exception as error:
-                raise fault_of("text", error) from error
-        return count
+            taken = self._commit_until_end(ids, now_ns)
+        else:
+            self.left = left
+            self.token_ids += ids
+            if self.text is not None:
+                self._push(self.text, ids)
+        accepted = taken - 1 if taken == new else taken  # the last is the bonus token, unless a draft was the end
+        self.accepted_per_step.append(accepted)
+        self.accepted += accepted
+        self.drafted += drafted
+        return taken
+
+    def _push(self, text: TextStream, ids: list[int]) -> None:
+        try:
+            for token in ids:
+                text.push(token)
+        except Exception as error:
+            raise fault_of("text", error) from error
 
     def _commit_until_end(self, ids: list[int], now_ns: int) -> int:
         for count, token in enumerate(ids, start=1):

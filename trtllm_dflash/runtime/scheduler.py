@@ -7,16 +7,16 @@ sequence is known one step late, and its tokens of that step are dropped.
 
 import time
 from bisect import insort
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable
-from itertools import repeat
+from collections import deque
+from collections.abc import Callable
+from itertools import compress
 from operator import attrgetter
 
 from trtllm_dflash.errors import DeadlineError, DFlashError, EngineError
 from trtllm_dflash.runtime.batch import NOBODY, Batch
 from trtllm_dflash.runtime.checkpoints import checkpoints_of
 from trtllm_dflash.runtime.deadlines import Deadlines
-from trtllm_dflash.runtime.draft_length import DraftLength, FixedDraftLength
+from trtllm_dflash.runtime.draft_length import DraftLength, FixedDraftLength, count_verified
 from trtllm_dflash.runtime.drafting import DraftChooser
 from trtllm_dflash.runtime.guiding import guide_step
 from trtllm_dflash.runtime.launched import Launched
@@ -390,59 +390,55 @@ class Scheduler:
             note_logprobs(launched.outcome.report, [stay.sequence for stay in launched.stays])
 
     def _settle(self, launched: Launched, committed: list[list[int]], wrote_drafter: bool, now: int) -> None:
-        """Takes what a step has decoded. It is run for every step and slot: no line that is not needed."""
+        """Takes what a step has decoded. Its loop runs for every step and slot: no line that is not needed."""
         batch, under_way = launched.batch, self._decoded - launched.number
-        verified: defaultdict[int, list[int]] = defaultdict(list)  # by drafts: how many of them were accepted, of each
-        recent: list[int] = []
-        nodes: list[int] = []  # accepted ones of trees, by their ranks
-        changed, total, rows = self._changed, 0, 0
         if not wrote_drafter:
             for stay in batch.stays:
-                stay.note_drafter_rows()
+                if stay.drafter_rows is None:
+                    stay.note_drafter_rows()
         shared = launched.outcome.shared
         every = batch.drafted if shared is None else [got - 1 for got in shared]
-        ranks: Iterable[list[int]] = (launched.outcome.ranks if batch.trees else []) or repeat([])
-        for stay, drafted, most, ids, found in zip(batch.stays, every, batch.drafted, committed, ranks, strict=False):
+        taken: list[int] = []  # tokens that each reply got; 0 where it had ended before that was known, or has failed
+        for stay, sequence, ids, drafted in zip(batch.stays, batch.sequences, committed, every, strict=False):
             if stay.over:
-                continue  # this step was launched before that was known
-            sequence = stay.sequence
-            new = len(ids)
+                taken.append(0)
+                continue
             try:
-                taken = sequence.commit(ids, now)
+                taken.append(sequence.commit(ids, drafted, now))
             except Exception as error:  # of its text, say: nobody else's matter
+                taken.append(0)
                 self._fail(stay, error)
                 continue
-            stay.rows += new
-            rows += new
-            total += taken
-            accepted = taken - 1 if taken == new else taken  # the last is the bonus token, unless a draft was the end
-            sequence.accepted_per_step.append(accepted)
-            if drafted:
-                sequence.drafted += drafted
-                sequence.accepted += accepted
-                verified[min(drafted, self._longest)].append(accepted)  # a tree's are counted by depth
-                if found:
-                    nodes += found[:accepted]
-            if most:
-                recent.append(taken)
-            changed.append(sequence)
+            stay.rows += len(ids)
             if sequence.left <= under_way:
                 self._retire(stay)
             elif stay.rows > stay.enough:
                 self._short.append(stay)
-        statistics = self.statistics
-        statistics.committed_tokens += total
-        statistics.kv_tokens_in_use += rows
-        if recent:
-            counts = {(drafts, n): k for drafts, kept in verified.items() for n, k in Counter(kept).items()}
-            statistics.recent.extend(recent)
-            statistics.verified.update(counts)
-            if nodes:
-                statistics.ranks.update(nodes)
-            if shared is not None:
-                self._draft_length.observe_shared(len(recent), counts)
-            elif not launched.is_cut:
-                self._draft_length.observe(counts)
+        counts = list(map(len, committed))
+        self._changed += compress(batch.sequences, taken)
+        self.statistics.committed_tokens += sum(taken)
+        self.statistics.kv_tokens_in_use += sum(compress(counts, taken))
+        if batch.drafts:
+            self._count_drafts(launched, every, counts, taken)
+
+    def _count_drafts(self, launched: Launched, drafted: list[int], counts: list[int], taken: list[int]) -> None:
+        """Counts the drafts that a step has verified, by slots' tokens and those of them that replies got."""
+        outcome, most = launched.outcome, launched.batch.drafted
+        accepted = [n - (n == count) for n, count in zip(taken, counts, strict=False)]  # as in `Sequence.commit`
+        if launched.batch.trees:
+            self.statistics.ranks.update(outcome.rank_counts(accepted))
+        if not all(taken):
+            taken, most, drafted, accepted = (list(compress(of, taken)) for of in (taken, most, drafted, accepted))
+        recent = list(compress(taken, most))
+        if not recent:
+            return
+        verified = count_verified(drafted, accepted, self._longest)
+        self.statistics.recent.extend(recent)
+        self.statistics.verified.update(verified)
+        if outcome.shared is not None:
+            self._draft_length.observe_shared(len(recent), verified)
+        elif not launched.is_cut:
+            self._draft_length.observe(verified)
 
     def _retire(self, stay: Stay) -> None:
         """Takes a sequence out of the decoding ones: it has ended, or the steps under way end it, a token each."""
@@ -463,7 +459,7 @@ class Scheduler:
             self._slots.record(stay)
             if stay.rows < stay.prompt:
                 return
-            self.statistics.committed_tokens += stay.sequence.commit(ids, now)
+            self.statistics.committed_tokens += stay.sequence.begin(ids, now)
         except Exception as error:
             self._fail(stay, error)
             return

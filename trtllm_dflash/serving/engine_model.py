@@ -113,6 +113,9 @@ class EngineModel:
         self._draining = False
         self._busy = 0.0  # when a request was last on its way; infinite once it is reported that none will be
         self._outbox = Outbox(self._look_around)
+        # What is loaded stays. Looking through all of it for garbage would make a step wait for 50 ms and more.
+        gc.collect()
+        gc.freeze()
 
     def open(self, engine: Path, device: str, kernels: Kernels, draft_tree: int | str) -> LLM:
         """Opens the engine; measurements open one that is in no directory."""
@@ -134,6 +137,7 @@ class EngineModel:
             self._outbox.close()
             self._metrics.close()
         self._llm.close()
+        gc.unfreeze()
         gc.collect()  # a response sender that is left to the interpreter's end crashes it
 
     # -- on Triton's thread ------------------------------------------------------------------------------------------

@@ -93,11 +93,12 @@ class Piece:
     penalties: SlotPenalties | None = None  # with the last piece
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
     """Runs decoding slots and pieces of prompts together; no slot twice.
 
-    The pages are given and the copies made, in this order, before any row is computed.
+    The pages are given and the copies made, in this order, before any row is computed. Nobody changes one: it is not
+    frozen for the time that takes in each step.
     """
 
     decode: list[tuple[int, int]]  # slot, and rows of it that are verified: the bonus token and drafts, a tree's too

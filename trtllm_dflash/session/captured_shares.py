@@ -91,16 +91,16 @@ class SharedOutcome(Outcome):
 
     @property
     def shared(self) -> list[int]:
-        self.read_whole()
+        self._wait()
         return self._counts
 
     @property
     def gains(self) -> list[float]:
-        self.read_whole()
+        self._wait()
         return self._gains
 
-    def _parse(self, host: Tensor) -> list[list[int]]:
+    def _parse(self, host: Tensor) -> Tensor:
         segments, of_segments, taking_part = self._segments, self._of_segments, self._slots + self._pieces
         self._counts = host[of_segments : of_segments + self._slots].tolist()
         self._gains = host[of_segments + segments :].view(torch.float32).tolist()
-        return host[:of_segments].view(segments, -1)[:taking_part].tolist()
+        return host[:of_segments].view(segments, -1)[:taking_part]

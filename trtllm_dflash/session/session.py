@@ -5,10 +5,14 @@ take part, launches, and reads a step's outcome at any later time.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import chain, islice
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from trtllm_dflash.cost.gpus import gigabytes
@@ -26,6 +30,7 @@ from trtllm_dflash.session.slots import SlotTensors
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
 
 Tensor = torch.Tensor
+Rows = npt.NDArray[np.int32]
 
 
 class Outcome:
@@ -42,7 +47,8 @@ class Outcome:
     ) -> None:
         """decided [B, 1 + R]: `accepted`, then `target_ids`; on the CPU alone, shared [D], gains [drafts] and ranks.
 
-        first_rank: column of decided from which on it has ranks, of as many drafts as were accepted; 0: it has none.
+        first_rank: column of decided from which on it has ranks, of as many drafts as were accepted, then zeros; 0: it
+            has none.
         """
         self.report = report or Report()
         self._ranks, self._first_rank = ranks or [], first_rank
@@ -56,7 +62,7 @@ class Outcome:
             self._event = torch.cuda.Event()
             self._event.record()
         self._decided = decided
-        self._rows: list[list[int]] | None = None  # of it, once they are read
+        self._arrived: Rows | None = None  # its rows, once they have arrived
         self._places: list[int] | None = None
 
     @property
@@ -80,23 +86,36 @@ class Outcome:
             ranks = [row[first : first + row[0]] for row in self.read_whole()]
         return ranks if self._places is None or not ranks else [ranks[place] for place in self._places]
 
+    def rank_counts(self, counts: list[int]) -> Mapping[int, int]:
+        """Counts the ranks of each slot's first accepted drafts, so many of each; see `ranks`."""
+        rows, first = self._wait()[: len(counts)], self._first_rank
+        if first and rows[:, 0].tolist() == counts:  # all of them, as mostly: what is behind them is 0
+            found = np.bincount(rows[:, first:].ravel()).tolist()
+            return {rank: count for rank, count in enumerate(found) if rank and count}
+        return Counter(chain.from_iterable(map(islice, self.ranks, counts)))
+
     def read(self) -> list[list[int]]:
         """Reads the tokens that became final, by slot of the call: the target's choices up to the first wrong draft."""
-        tokens = [row[1 : row[0] + 2] for row in self.read_whole()]
+        rows: list[list[int]] = self._wait()[:, : self._first_rank or None].tolist()
+        tokens = [row[1 : row[0] + 2] for row in rows]
         return tokens if self._places is None else [tokens[place] for place in self._places]
 
     def read_whole(self) -> list[list[int]]:
         """Reads all that it was made of, accepted drafts first."""
-        if self._rows is None:
+        rows: list[list[int]] = self._wait().tolist()
+        return rows
+
+    def _wait(self) -> Rows:
+        """Waits for what comes from the device."""
+        if self._arrived is None:
             if self._event is not None:
                 self._event.synchronize()
-            self._rows = self._parse(self._decided)
-        return self._rows
+            self._arrived = self._parse(self._decided).numpy()
+        return self._arrived
 
-    def _parse(self, host: Tensor) -> list[list[int]]:
+    def _parse(self, host: Tensor) -> Tensor:
         """Takes apart what has come from the device."""
-        rows: list[list[int]] = host.tolist()
-        return rows
+        return host
 
     def of(self, places: list[int]) -> "Outcome":
         """Chooses what `read` returns: the tokens of these places, in this order."""
