@@ -1,7 +1,8 @@
 """Times the kernels of mixtures of experts on this machine's GPU, at the widths of published models' layers.
 
 Every figure is a CUDA graph of calls, each with routing of its own, that rotate over layers which together are larger
-than the L2. Each choice of experts is equally likely. TB/s count the bytes of the experts that were chosen, once.
+than the L2. Each choice of experts is equally likely, but with --uneven. TB/s count the bytes of the experts that were
+chosen, once.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -41,11 +42,18 @@ class Shape:
     weight: Literal["bf16", "mxfp4", "nvfp4", "int4", "fp8", "fp8 blocks"]  # FP8: a scale a row, or a block of 128
     clamp: ClampedSwiglu | None
     scores: Literal["softmax", "sigmoid"] = "softmax"
+    has_shared: bool = False  # one more, that all rows go through
 
     @property
     def layer(self) -> MoELayer:
         """With no more to its name."""
-        return MoELayer("", self.experts, 0, self.experts, self.top_k, True, self.clamp, self.scores)
+        layer = MoELayer("", self.experts, 0, self.experts, self.top_k, True, self.clamp, self.scores)
+        return replace(layer, has_shared=self.has_shared)
+
+    @property
+    def stack(self) -> int:
+        """Experts that lie together, the shared one last."""
+        return self.experts + self.has_shared
 
 
 SHAPES = {
@@ -57,6 +65,8 @@ SHAPES = {
     "qwen3-coder-30b-a3b, FP8 by row": Shape(128, 8, 2048, 768, "fp8", None),
     "qwen3-coder-30b-a3b, FP8 by block": Shape(128, 8, 2048, 768, "fp8 blocks", None),
     "qwen3-coder-30b-a3b, NVFP4": Shape(128, 8, 2048, 768, "nvfp4", None),
+    "qwen3.5-35b-a3b": Shape(256, 8, 2048, 512, "bf16", None, has_shared=True),
+    "qwen3-coder-next, FP8 by block": Shape(512, 10, 2048, 512, "fp8 blocks", None, has_shared=True),
     "minimax-m2.5, FP8 by block": Shape(256, 8, 3072, 1536, "fp8 blocks", None, "sigmoid"),
 }
 
@@ -70,28 +80,28 @@ def random_experts(shape: Shape) -> dict[str, Tensor]:
     ):
         key = f"experts.{name}."
         if shape.clamp:
-            tensors[key + "bias"] = normal(shape.experts, rows)
+            tensors[key + "bias"] = normal(shape.stack, rows)
         if shape.weight == "mxfp4":
-            blocks = shape.experts, rows, inputs // 32
+            blocks = shape.stack, rows, inputs // 32
             packed = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8, device="cuda")
             tensors[key + "words"] = packed.flatten(-2).view(torch.int32)  # any bits are interleaved
             tensors[key + "scales"] = torch.randint(117, 121, blocks, dtype=torch.uint8, device="cuda")
         elif shape.weight == "nvfp4":
-            packed = torch.randint(0, 256, (shape.experts, rows, inputs // 2), dtype=torch.uint8, device="cuda")
-            scale = (0.5 + torch.rand(shape.experts, rows, inputs // 16, device="cuda")).to(torch.float8_e4m3fn)
+            packed = torch.randint(0, 256, (shape.stack, rows, inputs // 2), dtype=torch.uint8, device="cuda")
+            scale = (0.5 + torch.rand(shape.stack, rows, inputs // 16, device="cuda")).to(torch.float8_e4m3fn)
             tensors[key + "words"] = packed.view(torch.int32)  # any bits are interleaved
             tensors[key + "tiles"] = tile_scales(scale)
-            tensors[key + "global_scale"] = torch.full((shape.experts, rows), inputs**-0.5 / 4, device="cuda")
+            tensors[key + "global_scale"] = torch.full((shape.stack, rows), inputs**-0.5 / 4, device="cuda")
         elif shape.weight == "int4":
-            words = torch.randint(2**31, (shape.experts, rows, inputs // 8), dtype=torch.int32, device="cuda")
+            words = torch.randint(2**31, (shape.stack, rows, inputs // 8), dtype=torch.int32, device="cuda")
             tensors[key + "weight"] = words
-            tensors[key + "scale"] = normal(shape.experts, rows, inputs // 32) * inputs**-0.5 / 4
+            tensors[key + "scale"] = normal(shape.stack, rows, inputs // 32) * inputs**-0.5 / 4
         elif shape.weight == "bf16":
-            tensors[key + "weight"] = normal(shape.experts, rows, inputs) * inputs**-0.5
+            tensors[key + "weight"] = normal(shape.stack, rows, inputs) * inputs**-0.5
         else:
-            tensors[key + "weight"] = normal(shape.experts, rows, inputs).to(torch.float8_e4m3fn)
+            tensors[key + "weight"] = normal(shape.stack, rows, inputs).to(torch.float8_e4m3fn)
             scaled = (rows // 128, inputs // 128) if shape.weight == "fp8 blocks" else (rows,)
-            tensors[key + "scale"] = (0.5 + torch.rand(shape.experts, *scaled, device="cuda")) * inputs**-0.5
+            tensors[key + "scale"] = (0.5 + torch.rand(shape.stack, *scaled, device="cuda")) * inputs**-0.5
     return tensors
 
 
@@ -105,13 +115,16 @@ def as_stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return stored
 
 
-def measure(shape: Shape, layers: list[dict[str, Tensor]], rows: int, rate: float, torchs: bool) -> dict[str, Any]:
+def measure(
+    shape: Shape, layers: list[dict[str, Tensor]], rows: int, rate: float, torchs: bool, uneven: float
+) -> dict[str, Any]:
     """Of one number of rows: our kernels' seconds, by choice, for few rows and for many, beside the bytes that the
     routing takes, and torch's where they are asked for."""
     experts = [Experts.of(tensors, shape.layer) for tensors in layers]
-    inputs = [(normal(rows, shape.hidden), normal(rows, shape.experts)) for _ in range(CALLS)]
+    liked = [uneven * normal(shape.experts) for _ in range(LAYERS)]
+    inputs = [(normal(rows, shape.hidden), normal(rows, shape.experts) + liked[i % LAYERS]) for i in range(CALLS)]
     touched = sum(len(experts[0].route(shape.layer, logits)[0].unique()) for _, logits in inputs) / CALLS
-    moved = touched * sum(tensor.nbytes for tensor in layers[0].values()) / shape.experts
+    moved = (touched + shape.has_shared) * sum(tensor.nbytes for tensor in layers[0].values()) / shape.stack
 
     def calls(compute: Callable[[Experts, Tensor, Tensor], object]) -> list[Callable[[], object]]:
         return [partial(compute, experts[i % LAYERS], *inputs[i]) for i in range(CALLS)]
@@ -129,7 +142,7 @@ def measure(shape: Shape, layers: list[dict[str, Tensor]], rows: int, rate: floa
     medians = {kind: statistics.median(each) for kind, each in times.items()}
     time = medians["ours"]
     theirs = None
-    if torchs:
+    if torchs and not shape.has_shared:  # torch computes a shared one beside the others
         stored = [Experts.of(as_stored(tensors), shape.layer) for tensors in layers[:2]]
         theirs = seconds([partial(in_tiles, shape.layer, stored[i], *inputs[i]) for i in range(2)], rounds=3)
     return {
@@ -150,6 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 10, 80, 256])
+    parser.add_argument("--uneven", type=float, default=0, help="deviation of what an expert's logits have in all rows")
     parser.add_argument("--no-torch", dest="torch", action="store_false", help="leave torch's times out")
     parser.add_argument("--output", type=Path)
     settings = parser.parse_args()
@@ -160,7 +174,8 @@ def main() -> None:
         print("|---|---|---|---|---|---|---|---|---|")
         for name in settings.shapes:
             layers = [random_experts(SHAPES[name]) for _ in range(LAYERS)]
-            results[name] = [measure(SHAPES[name], layers, rows, rate, settings.torch) for rows in settings.rows]
+            how = rate, settings.torch, settings.uneven
+            results[name] = [measure(SHAPES[name], layers, rows, *how) for rows in settings.rows]
             for row in results[name]:
                 us = {key: "-" if row[key] is None else f"{row[key] * 1e6:.1f}" for key in row if "seconds" in key}
                 print(

@@ -392,9 +392,10 @@ template <typename T, int D, int kSharing, int kFragments, int kPartials = 2>
 cudaError_t launch_combine(Work const& w, int sms, cudaStream_t stream)
 {
     int const warps = (w.packed_rows + 15) / 16 * (D / 8) / kFragments * kSharing;
-    // Beside the blocks of exact cuts, which take all registers, none is in place early.
-    int const beside = kPartials == 1 ? 4 : 1;
-    int const parts = std::min((warps + kCombineWarps - 1) / kCombineWarps, std::max(beside * sms / w.owners, 1));
+    // One of an SM's blocks is in place when attention ends; a second one begins sooner than a second round. Beside the
+    // blocks of exact cuts, which take all registers, none is in place early.
+    int const of_sm = kPartials == 1 ? 4 : 2;
+    int const parts = std::min((warps + kCombineWarps - 1) / kCombineWarps, std::max(of_sm * sms / w.owners, 1));
     auto const kernel = combine_kernel<T, D, kSharing, kFragments, kPartials>;
     return launch_kernel(kernel, dim3(w.owners, parts), kCombineWarps * 32, 0, stream, w);
 }

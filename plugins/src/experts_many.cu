@@ -18,10 +18,14 @@ namespace
 using namespace moe;
 using many::Lines;
 
-// The parts of the workspace: inputs of both products, as they lie, and the outputs of the second.
+// The parts of the workspace: inputs of both products, as they lie, the outputs of the second, and who computes what of
+// each.
 struct Workspace
 {
     Route route;
+    int blocks; // of a product
+    int units[2]; // of a group, of each product
+    int32_t* begins[2]; // [blocks + 1], of each product: see `Launch`
     void* x; // [pairs, pitch of H]
     void* h; // [pairs, pitch of F]
     void* y; // [pairs, H]
@@ -29,18 +33,29 @@ struct Workspace
     int h_pitch;
     size_t bytes;
 
-    Workspace(dflash_moe_params const& p, void* start)
-        : x_pitch(many::pitch_of(weight_of(p), p.hidden))
+    Workspace(dflash_moe_params const& p, Device const& device, void* start)
+        : blocks(device.processors)
+        , units{units_of(2 * p.columns), units_of(p.hidden)}
+        , x_pitch(many::pitch_of(weight_of(p), p.hidden))
         , h_pitch(many::pitch_of(weight_of(p), p.columns))
     {
         Scratch scratch{static_cast<unsigned char*>(start)};
         size_t const pairs = static_cast<size_t>(p.rows) * experts_of_row(p);
         route = scratch.take_route(p, many::kTokens);
         route.experts = scratch.take_numbers<int32_t>(pairs);
+        for (auto& of_product : begins)
+        {
+            of_product = scratch.take_numbers<int32_t>(blocks + 1);
+        }
         x = scratch.take(pairs * x_pitch * 2);
         h = scratch.take(pairs * h_pitch * 2);
         y = scratch.take(pairs * p.hidden * 2);
         bytes = scratch.used;
+    }
+
+    static int units_of(int outputs)
+    {
+        return (outputs + many::kUnitRows - 1) / many::kUnitRows;
     }
 };
 
@@ -107,6 +122,42 @@ __device__ __forceinline__ void clear_end(Workspace const& space, int place, int
     reinterpret_cast<uint4*>(to)[chunk] = {};
 }
 
+// Divides both products among their blocks, by a thread for each expert: it finds the blocks that begin in its groups.
+template <Lines kLines>
+__device__ __forceinline__ void divide(
+    Workspace const& space, OwnGroups const& own, bool has_shared, uint32_t* sums)
+{
+    int const whole = many::cost_of<kLines>(many::kTokens, has_shared);
+    int const full = own.rows / many::kTokens, rest = own.rows % many::kTokens;
+    int const last = rest ? many::cost_of<kLines>(rest, has_shared) : 0;
+    uint32_t total = 0;
+    int const cost = full * whole + last, before = scan(cost, sums, total), blocks = space.blocks;
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i)
+    {
+        int const units = space.units[i], all = total * units;
+#pragma unroll 1
+        for (int block = cost ? (before * blocks + total - 1) / total : blocks; block < blocks; ++block)
+        {
+            int const place = share_begin(all, block, blocks) - before * units; // in the costs of the expert's units
+            if (place >= cost * units)
+            {
+                break;
+            }
+            int const group = min(place / (whole * units), full), each = group < full ? whole : last;
+            space.begins[i][block] = (own.first + group) * units + (place - group * whole * units + each - 1) / each;
+        }
+        for (int block = threadIdx.x; !total && block < blocks; block += kRouteThreads)
+        {
+            space.begins[i][block] = 0; // nobody has anything to do
+        }
+        if (threadIdx.x == 0)
+        {
+            space.begins[i][blocks] = *space.route.group_count * units;
+        }
+    }
+}
+
 // Groups the rows by expert, every block for itself, and lays a block's rows out. The next kernel may begin once it can
 // read the groups.
 template <Lines kLines>
@@ -129,7 +180,12 @@ __global__ void __launch_bounds__(kRouteThreads)
         }
     }
     __syncthreads();
-    make_groups(p, route, many::kTokens, members, sums, blockIdx.x == 0);
+    OwnGroups const own = make_groups(p, route, many::kTokens, members, sums, blockIdx.x == 0);
+    if (blockIdx.x == 0)
+    {
+        __syncthreads(); // sums have been read
+        divide<kLines>(space, own, p.has_shared, sums);
+    }
     __threadfence();
     __syncthreads();
     trigger();
@@ -224,7 +280,7 @@ cudaError_t launch_product(
 {
     constexpr Lines kLines = many::lines_of(kWeight);
     constexpr auto kernel = many::many_product_kernel<T, kWeight, kGateUp>;
-    launch.units = (launch.p.outputs + many::kUnitRows - 1) / many::kUnitRows;
+    launch.units = Workspace::units_of(launch.p.outputs);
     launch.steps = pitch / many::Stage<kLines>::kColumns;
     launch.stages = stages_that_fit(device, launch.p.inputs, kWeight);
     cudaError_t error = map_all<kLines>(p, launch, pitch);
@@ -243,6 +299,7 @@ cudaError_t launch_products(
 {
     many::Launch launch = {};
     launch.p = gate_up_product(p, space.route, space.x, space.h);
+    launch.begins = space.begins[0];
     launch.pitch = space.h_pitch;
     cudaError_t const error = launch_product<T, kWeight, true>(p, launch, space.x_pitch, device, stream);
     if (error != cudaSuccess)
@@ -250,6 +307,7 @@ cudaError_t launch_products(
         return error;
     }
     launch.p = down_product(p, space.route, space.h, space.y);
+    launch.begins = space.begins[1];
     launch.pitch = p.hidden;
     return launch_product<T, kWeight, false>(p, launch, space.h_pitch, device, stream);
 }
@@ -257,7 +315,7 @@ cudaError_t launch_products(
 template <typename T, Weight kWeight>
 cudaError_t launch_moe(dflash_moe_params const& p, void* workspace, Device const& device, cudaStream_t stream)
 {
-    Workspace const space(p, workspace);
+    Workspace const space(p, device, workspace);
     cudaError_t error = launch_choice(p, space.route, stream);
     error = error ? error : launch_lay_out<many::lines_of(kWeight)>(p, space, device, stream);
     error = error ? error : launch_products<T, kWeight>(p, space, device, stream);
@@ -306,7 +364,7 @@ extern "C" cudaError_t dflash_moe_many_workspace(dflash_moe_params const* p, siz
     cudaError_t const error = dflash::check(*p, device);
     if (error == cudaSuccess)
     {
-        *bytes = dflash::Workspace(*p, nullptr).bytes;
+        *bytes = dflash::Workspace(*p, device, nullptr).bytes;
     }
     return error;
 }
@@ -321,7 +379,7 @@ extern "C" cudaError_t dflash_moe_many(
     {
         return error;
     }
-    if (workspace_bytes < Workspace(*p, nullptr).bytes)
+    if (workspace_bytes < Workspace(*p, device, nullptr).bytes)
     {
         return cudaErrorInvalidValue;
     }

@@ -111,6 +111,7 @@ inline int pitch_of(Weight weight, int columns)
 struct Launch
 {
     Product p; // its weight and x are the maps'
+    int32_t const* begins; // [blocks + 1], each block's first unit of all groups', and their number
     int units; // of a group, the last one's end past the weight's perhaps
     int steps; // stages that a row takes
     int stages;
@@ -148,23 +149,32 @@ struct Item
     int count;
 };
 
-// The items of a block: every block has equally many units, of groups one after the other.
+// What a unit of a group costs: its weight, and as much again for so many sixteens of tokens. An expert that all rows
+// go through has the largest groups, the last ones, and who has them would end long after the others. Without it blocks
+// end sooner with equally many units each.
+template <Lines kLines>
+__device__ __forceinline__ int cost_of(int tokens, bool has_shared)
+{
+    constexpr int kWeight = kLines == Lines::kE4m3 ? 3 : 6;
+    return has_shared ? kWeight + (tokens + kBoxTokens - 1) / kBoxTokens : 1;
+}
+
+// The items of a block: units of groups one after the other, which cost as much as every other block's.
 struct Items
 {
     Route const& route;
     int const units; // of a group
     int const most; // of an item
     int at;
-    int end;
+    int const end;
 
     __device__ __forceinline__ Items(Launch const& launch, int most_)
         : route(launch.p.route)
         , units(launch.units)
         , most(most_)
+        , at(__ldcg(launch.begins + blockIdx.x))
+        , end(__ldcg(launch.begins + blockIdx.x + 1))
     {
-        int const total = __ldcg(route.group_count) * units;
-        at = share_begin(total, blockIdx.x, gridDim.x);
-        end = share_begin(total, blockIdx.x + 1, gridDim.x);
     }
 
     __device__ __forceinline__ bool are_left() const

@@ -313,9 +313,16 @@ __device__ __forceinline__ int choose_experts(
                            : choose_experts<L, kMostExperts / 32>(p, route, row, stores);
 }
 
+// An expert's rows and the first of its groups: a thread's.
+struct OwnGroups
+{
+    int rows;
+    int first;
+};
+
 // Divides each expert's rows into groups, by a thread for each expert; a block that writes keeps them. Rows lie behind
 // those of the experts before.
-__device__ __forceinline__ void make_groups(
+__device__ __forceinline__ OwnGroups make_groups(
     dflash_moe_params const& p, Route const& route, int tile, Members& members, uint32_t* sums, bool writes = true)
 {
     int const expert = threadIdx.x;
@@ -338,6 +345,7 @@ __device__ __forceinline__ void make_groups(
     {
         *route.group_count = total >> 16;
     }
+    return {rows, first_group};
 }
 
 template <typename L>

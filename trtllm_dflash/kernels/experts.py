@@ -16,6 +16,8 @@ MOE_ROWS = 512
 #: Rows of an expert, on average, from which on it is read once for up to 64 of them (Hopper), not for 16: of numbers,
 #: of MXFP4, and of NVFP4 (up to 4 it is read for 8, which is faster still), as an H200 measured; of FP8, an H100.
 _MANY_ROWS, _MANY_MXFP4_ROWS, _MANY_NVFP4_ROWS, _MANY_FP8_ROWS = 8, 14, 4.5, 4
+#: Of FP8 where all rows go through one expert besides, which would be read for each 16 of them.
+_MANY_SHARED_FP8_ROWS = 2
 
 # Members of `dflash_moe_format`.
 _NUMBERS, _MXFP4, _FP8_ROWS, _FP8_BLOCKS, _INT4, _NVFP4 = range(6)
@@ -247,6 +249,7 @@ class MoE:
         many = self._many
         if many is None:
             least = _LEAST_MANY.get(params.format, _MANY_ROWS)
+            least = _MANY_SHARED_FP8_ROWS if params.has_shared and least == _MANY_FP8_ROWS else least
             many = params.rows * params.top_k >= least * params.experts
         for name in ["dflash_moe_many"] * many + ["dflash_moe"] * (not self._many):
             needed = ctypes.c_size_t()
