@@ -35,6 +35,7 @@ from trtllm_dflash.cost.states import checkpoint_count
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.foreign.shapes import published_drafter, published_target
 from trtllm_dflash.models import build_target
+from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.session import choice
 from trtllm_dflash.step import Drafting
@@ -65,6 +66,7 @@ RECORDS = {
     "router-h100/since-qwen3.5-35b-a3b": (MANY_EXPERTS_ERROR_BOUND, 0.16),
     "steps-h100/since-qwen3-coder-next": (MANY_EXPERTS_ERROR_BOUND, 0.16),
     "step-minimax-m2.5-fp8-h100": (MANY_EXPERTS_ERROR_BOUND, 0.16),
+    "steps-h100/since-shared-groups-qwen3-coder-next-fp8": (MANY_EXPERTS_ERROR_BOUND, 0.16),
 }
 #: Of steps that were slower then by more than the bound: norm and router were two kernels.
 BEFORE_ROUTERS = {"step-gpt-oss-20b-interleaved-h200": {("plain", 1, 1), ("context only", 1, 1)}}
@@ -83,9 +85,11 @@ def test_predicted_steps_are_within_the_stated_bound_of_those_measured(name):
     words, gpu = record["command"].split(), GPUS["h100" if "H100" in record["machine"]["gpu"] else "h200"]
     layers = {"layers": int(words[words.index("--layers") + 1])} if "--layers" in words else {}
     engine = config(record["shape"], tp=record["config"]["tp"], **layers)
-    drafter = DrafterConfig.model_validate(record["drafter"])  # a lighter one is not of the shape
-    kv = "fp8" if "--kv fp8" in record["command"] else None
-    count, errors = StepCount(engine.model_copy(update={"drafter": drafter, "kv": kv}), gpu), {}
+    # A lighter drafter is not of the shape, nor is a target in FP8.
+    models = {"target": DecoderConfig, "drafter": DrafterConfig}
+    changes = {role: kind.model_validate(record[role]) for role, kind in models.items()}
+    changes["kv"] = "fp8" if "--kv fp8" in record["command"] else None
+    count, errors = StepCount(engine.model_copy(update=changes), gpu), {}
     for row in record["rows"]:
         arm = row["arm"], row["batch"], row["rows"]
         drafting = DRAFTING[row["arm"]]
@@ -96,7 +100,7 @@ def test_predicted_steps_are_within_the_stated_bound_of_those_measured(name):
             for kind in ("bytes", "flops")
         )
         assert (bytes_, flops) == (row["bytes"], row["flops"])
-    batches = {32} if "--batch 32 " in record["command"] else {1, 8, 32}
+    batches = set(map(int, words[words.index("--batch") + 1].split(","))) if "--batch" in words else {1, 8, 32}
     assert {(arm, batch) for arm, batch, _ in errors} >= {(a, b) for a in ("plain", "drafted") for b in batches}
     slower, (bound, most) = BEFORE_ROUTERS.get(name, set()), RECORDS[name]
     assert max(abs(error) for arm, error in errors.items() if arm not in slower) <= bound <= most, errors
