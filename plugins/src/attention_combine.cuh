@@ -392,9 +392,9 @@ template <typename T, int D, int kSharing, int kFragments, int kPartials = 2>
 cudaError_t launch_combine(Work const& w, int sms, cudaStream_t stream)
 {
     int const warps = (w.packed_rows + 15) / 16 * (D / 8) / kFragments * kSharing;
-    // One of an SM's blocks is in place when attention ends; a second one begins sooner than a second round. Beside the
-    // blocks of exact cuts, which take all registers, none is in place early.
-    int const of_sm = kPartials == 1 ? 4 : 2;
+    // One of an SM's blocks is in place when attention ends; of many fragments a second one begins sooner than a second
+    // round. Beside the blocks of exact cuts, which take all registers, none is in place early.
+    int const of_sm = kPartials == 1 ? 4 : kFragments > 1 ? 2 : 1;
     int const parts = std::min((warps + kCombineWarps - 1) / kCombineWarps, std::max(of_sm * sms / w.owners, 1));
     auto const kernel = combine_kernel<T, D, kSharing, kFragments, kPartials>;
     return launch_kernel(kernel, dim3(w.owners, parts), kCombineWarps * 32, 0, stream, w);
@@ -403,7 +403,7 @@ cudaError_t launch_combine(Work const& w, int sms, cudaStream_t stream)
 template <typename T, int D>
 cudaError_t launch_combine(Work const& w, int sms, cudaStream_t stream)
 {
-    // As many warps as can load at once, one block an SM. Two share a job only where each has no other.
+    // As many warps as can load at once. Two share a job only where each has no other.
     int const fragments = w.owners * ((w.packed_rows + 15) / 16) * (D / 8);
     if constexpr (D <= 128)
     {

@@ -25,7 +25,7 @@ struct Workspace
     Route route;
     int blocks; // of a product
     int units[2]; // of a group, of each product
-    int32_t* begins[2]; // [blocks + 1], of each product: see `Launch`
+    int32_t* begins[2] = {}; // [blocks + 1], of each product, where there is a shared expert: see `Launch`
     void* x; // [pairs, pitch of H]
     void* h; // [pairs, pitch of F]
     void* y; // [pairs, H]
@@ -43,9 +43,10 @@ struct Workspace
         size_t const pairs = static_cast<size_t>(p.rows) * experts_of_row(p);
         route = scratch.take_route(p, many::kTokens);
         route.experts = scratch.take_numbers<int32_t>(pairs);
-        for (auto& of_product : begins)
+        if (p.has_shared)
         {
-            of_product = scratch.take_numbers<int32_t>(blocks + 1);
+            begins[0] = scratch.take_numbers<int32_t>(blocks + 1);
+            begins[1] = scratch.take_numbers<int32_t>(blocks + 1);
         }
         x = scratch.take(pairs * x_pitch * 2);
         h = scratch.take(pairs * h_pitch * 2);
@@ -124,15 +125,14 @@ __device__ __forceinline__ void clear_end(Workspace const& space, int place, int
 
 // Divides both products among their blocks, by a thread for each expert: it finds the blocks that begin in its groups.
 template <Lines kLines>
-__device__ __forceinline__ void divide(
-    Workspace const& space, OwnGroups const& own, bool has_shared, uint32_t* sums)
+__device__ __forceinline__ void divide(Workspace const& space, OwnGroups const& own, uint32_t* sums)
 {
-    int const whole = many::cost_of<kLines>(many::kTokens, has_shared);
+    int const whole = many::cost_of<kLines>(many::kTokens);
     int const full = own.rows / many::kTokens, rest = own.rows % many::kTokens;
-    int const last = rest ? many::cost_of<kLines>(rest, has_shared) : 0;
+    int const last = rest ? many::cost_of<kLines>(rest) : 0;
     uint32_t total = 0;
     int const cost = full * whole + last, before = scan(cost, sums, total), blocks = space.blocks;
-#pragma unroll 1
+#pragma unroll // of a loop that is one Workspace would be copied to local memory
     for (int i = 0; i < 2; ++i)
     {
         int const units = space.units[i], all = total * units;
@@ -181,10 +181,10 @@ __global__ void __launch_bounds__(kRouteThreads)
     }
     __syncthreads();
     OwnGroups const own = make_groups(p, route, many::kTokens, members, sums, blockIdx.x == 0);
-    if (blockIdx.x == 0)
+    if (p.has_shared && blockIdx.x == 0)
     {
         __syncthreads(); // sums have been read
-        divide<kLines>(space, own, p.has_shared, sums);
+        divide<kLines>(space, own, sums);
     }
     __threadfence();
     __syncthreads();

@@ -111,7 +111,7 @@ inline int pitch_of(Weight weight, int columns)
 struct Launch
 {
     Product p; // its weight and x are the maps'
-    int32_t const* begins; // [blocks + 1], each block's first unit of all groups', and their number
+    int32_t const* begins; // [blocks + 1], each block's first unit of all groups', and their number; or null
     int units; // of a group, the last one's end past the weight's perhaps
     int steps; // stages that a row takes
     int stages;
@@ -149,32 +149,39 @@ struct Item
     int count;
 };
 
-// What a unit of a group costs: its weight, and as much again for so many sixteens of tokens. An expert that all rows
-// go through has the largest groups, the last ones, and who has them would end long after the others. Without it blocks
-// end sooner with equally many units each.
+// What a unit of a group costs: its weight, and as much again for so many sixteens of tokens.
 template <Lines kLines>
-__device__ __forceinline__ int cost_of(int tokens, bool has_shared)
+__device__ __forceinline__ int cost_of(int tokens)
 {
     constexpr int kWeight = kLines == Lines::kE4m3 ? 3 : 6;
-    return has_shared ? kWeight + (tokens + kBoxTokens - 1) / kBoxTokens : 1;
+    return kWeight + (tokens + kBoxTokens - 1) / kBoxTokens;
 }
 
-// The items of a block: units of groups one after the other, which cost as much as every other block's.
+// The items of a block: units of groups one after the other. An expert that all rows go through has the largest groups,
+// the last ones, and who has them would end long after the others: then blocks have units of equal costs. Without it
+// they end sooner with equally many units each.
 struct Items
 {
     Route const& route;
     int const units; // of a group
     int const most; // of an item
     int at;
-    int const end;
+    int end;
 
     __device__ __forceinline__ Items(Launch const& launch, int most_)
         : route(launch.p.route)
         , units(launch.units)
         , most(most_)
-        , at(__ldcg(launch.begins + blockIdx.x))
-        , end(__ldcg(launch.begins + blockIdx.x + 1))
     {
+        if (launch.begins)
+        {
+            at = __ldcg(launch.begins + blockIdx.x);
+            end = __ldcg(launch.begins + blockIdx.x + 1);
+            return;
+        }
+        int const total = __ldcg(route.group_count) * units;
+        at = share_begin(total, blockIdx.x, gridDim.x);
+        end = share_begin(total, blockIdx.x + 1, gridDim.x);
     }
 
     __device__ __forceinline__ bool are_left() const

@@ -249,7 +249,8 @@ class MoE:
         many = self._many
         if many is None:
             least = _LEAST_MANY.get(params.format, _MANY_ROWS)
-            least = _MANY_SHARED_FP8_ROWS if params.has_shared and least == _MANY_FP8_ROWS else least
+            if params.has_shared and params.format in (_FP8_ROWS, _FP8_BLOCKS):
+                least = _MANY_SHARED_FP8_ROWS
             many = params.rows * params.top_k >= least * params.experts
         for name in ["dflash_moe_many"] * many + ["dflash_moe"] * (not self._many):
             needed = ctypes.c_size_t()
