@@ -143,6 +143,7 @@ def test_build_values_are_build_settings():
         (VALID + "tap_layers: [1, 4]\n", "tap layer 4 is outside the 4 target_layers"),
         (VALID.replace("name: mine", "name: yours"), "name: 'yours' differs"),
         (VALID + "notes: [\n", "not valid YAML"),
+        (VALID + "notes: [2024-02-31]\n", "not valid YAML"),
         ("just text", "Input should be a valid dictionary"),
     ],
 )

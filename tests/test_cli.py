@@ -218,7 +218,20 @@ def test_an_unknown_key_of_set_lists_those_that_there_are(own_pair, tmp_path):
     assert line.endswith(", ".join(name for name, field in BuildSettings.model_fields.items() if not field.exclude))
 
 
-@pytest.mark.parametrize("assignment", ["tp", "tp=", "tp=two", "tp=[", "tp=true", "=2", "name=[1", "name=2024-13-45"])
+@pytest.mark.parametrize(
+    "assignment",
+    [
+        "tp",
+        "tp=",
+        "tp=two",
+        "tp=[",
+        "tp=true",
+        "=2",
+        "name=[1",
+        "name=2024-13-45",
+        pytest.param("a=" + "[" * 5000, id="a"),
+    ],
+)
 def test_an_assignment_that_cannot_be_read_is_refused(assignment, own_pair, tmp_path):
     line = refusal("build", "--model", own_pair, "--output", tmp_path / "engine", "--set", assignment)
     assert f"--set {assignment}" in line or "--tp" in line or "no such setting" in line
@@ -229,6 +242,8 @@ def test_an_assignment_that_cannot_be_read_is_refused(assignment, own_pair, tmp_
     ("flags", "reason"),
     [
         (("--kv-memory", "inf"), "--kv-memory inf: Input should be a finite number"),
+        (("--precision", "x"), "--precision x: Input should be 'fp32', 'bf16', 'fp16', 'fp8', 'nvfp4' or 'auto'"),
+        (("--drafter-precision", "x"), "--drafter-precision x: Input should be 'fp8', 'nvfp4' or 'auto'"),
         (("--kv-memory", "1e300"), "--kv-memory 1e+300: Input should be less than or equal to 1000000000"),
         (("--kv-memory", "1e-300"), "--kv-memory 1e-300: Input should be greater than or equal to 0.000000001"),
         (("--set", f"max_batch={10**20}"), f"--max-batch {10**20}: Input should be less than 2147483648"),

@@ -312,7 +312,7 @@ def test_no_directory_and_no_engine_are_told_how_to_get_one(tmp_path):
         ("[]", "build the engine again"),
         ("\xff", "build the engine again"),
         ('{"schema_version": 2}', "schema version 2, this release reads 1"),
-        ("{}", "schema version None, this release reads 1"),
+        ("{}", "has no schema_version, so it is no engine's"),
     ],
 )
 def test_a_config_of_another_form_is_refused(text, says, engine):
@@ -330,6 +330,13 @@ def test_a_field_that_is_unknown_or_wrong_is_named(key, value, engine):
     line = load_refusal(engine)
     assert line.startswith(f"{engine / 'config.json'}: {key}")
     assert line.endswith("build the engine again")
+
+
+def test_a_family_of_a_later_release_is_named(engine):
+    edit_config(engine, lambda config: config["target"].update(family="qwen9"))
+    assert load_refusal(engine) == (
+        f"{engine / 'config.json'}: target.family: there is no 'qwen9' here; build the engine again"
+    )
 
 
 def flip_a_byte(file: Path) -> None:
@@ -535,3 +542,26 @@ def test_the_current_folder_as_target_names_the_engine_after_it(checkpoints, tmp
     shutil.copytree(checkpoints / "target", tmp_path / "mine")
     monkeypatch.chdir(tmp_path / "mine")
     assert "engines/mine: built" in succeeds("build", "--target", ".")
+
+
+def test_a_checkpoint_inside_the_engine_that_force_replaces_is_kept(pair, engine):
+    """The old engine went with all that lay in it, the checkpoint that was read too."""
+    target = Path(shutil.copytree(pair[1], engine / "target"))
+    line = refusal("build", "--target", str(target), "--precision", "fp32", "--output", str(engine), "--force")
+    assert line == f"error: {engine}: holds the target that is read; use another --output"
+    assert (target / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("page_size", "says"),
+    [
+        ([], "--kv-memory 1e-05 GB holds 0 tokens, fewer than one sequence of 512; give it at least 0.0"),
+        (["--page-size", "9999"], "--kv-memory 1e-05 GB: a page is a whole slot, and 8 slots take 0.0"),
+    ],
+)
+def test_memory_that_no_sequence_fits_is_refused_when_the_engine_is_built(page_size, says, pair, tmp_path):
+    """It was built, and then no command could load it; or it was ignored."""
+    line = refusal("build", *pair, "--kv-memory", "0.00001", *page_size, "--output", str(tmp_path / "engine"))
+    assert says in line
+    assert "0.0 GB" not in line
+    assert not (tmp_path / "engine").exists()

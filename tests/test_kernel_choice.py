@@ -237,3 +237,11 @@ def test_without_a_gpu_missing_kernels_cost_nothing(library, tmp_path):
     finding = diagnosed("CUDA kernels", set())
     assert not finding.present
     assert finding.cost.startswith("nothing here")
+
+
+@pytest.mark.parametrize("asked", ["fast", None, 1])
+def test_kernels_that_there_are_not_are_refused_on_a_cpu_too(asked):
+    for load in (LLM.load, lambda path, kernels: LLM.from_pretrained(path, None, kernels=kernels)):
+        with pytest.raises(SettingsError) as caught:
+            load("nowhere", kernels=asked)
+        assert str(caught.value) == f"kernels {asked!r}: choose auto, exact or torch"

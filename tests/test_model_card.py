@@ -225,3 +225,11 @@ def test_a_model_of_transformers_must_say_where_its_weights_are(drafter, prompt)
     for target in (nameless, torch.nn.Linear(2, 2), 7):
         with pytest.raises(RequestError, match="target: give a folder, a Hugging Face name, or a model with a"):
             drafter.spec_generate(input_ids=prompt, target=target, max_new_tokens=4)
+
+
+@pytest.mark.parametrize(("field", "value"), [("max_new_tokens", "4"), ("max_new_tokens", None), ("stop_token_ids", 0)])
+def test_a_value_of_another_type_is_refused_by_name(field, value):
+    model, target = AutoModel.from_pretrained(TINY / "drafter"), AutoModelForCausalLM.from_pretrained(TINY / "target")
+    values = {"input_ids": torch.tensor([[1, 2]]), "target": target, "max_new_tokens": 4, field: value}
+    with pytest.raises(RequestError, match=f"^{field}: "):
+        model.spec_generate(**values)

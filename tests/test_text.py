@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.decoders import DecodeStream
 
 from tests.conftest import TINY
+from trtllm_dflash.errors import RequestError
 from trtllm_dflash.text.stream import TextStream
 from trtllm_dflash.text.tokenizer import TextCodec
 
@@ -231,3 +232,12 @@ def test_where_files_say_more_than_that_they_are_plain_transformers_chooses(file
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", spy)
     TextCodec.load(tmp_path, {})
     assert asked == [tmp_path]
+
+
+def test_a_chat_template_that_refuses_in_several_lines_is_quoted_in_one(tmp_path):
+    shutil.copytree(TINY / "target", tmp_path / "target")
+    (tmp_path / "target" / "chat_template.jinja").write_text("{{ raise_exception('no\nway') }}")
+    codec = TextCodec.load(tmp_path / "target", {})
+    assert codec is not None
+    with pytest.raises(RequestError, match=r"^the chat template refuses these messages: no way$"):
+        codec.encode_chat([{"role": "user", "content": "x"}])

@@ -185,7 +185,7 @@ def _read_entry(file: Path) -> CatalogEntry:
         raise SettingsError(f"{file}: {first_problem(error)}") from None
     except OSError as error:
         raise SettingsError(f"{file}: cannot be read ({error.strerror})") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # days that no month has, say
         raise SettingsError(f"{file}: not valid YAML ({' '.join(str(error).split())})") from None
     if entry.name != file.stem:
         raise SettingsError(f"{file}: name: {entry.name!r} differs from the file's name")

@@ -29,7 +29,7 @@ from trtllm_dflash.runtime.settings import ServiceSettings
 from trtllm_dflash.session.calls import Prepare
 from trtllm_dflash.session.choice import find_kernels
 from trtllm_dflash.session.device import pick_device
-from trtllm_dflash.session.kernels import Kernels
+from trtllm_dflash.session.kernels import Kernels, check_kernels
 from trtllm_dflash.session.ranks import World
 from trtllm_dflash.session.session import Session
 from trtllm_dflash.session.tensorrt_session import TensorRTSession, load_engine
@@ -99,8 +99,10 @@ class LLM:
 
         Raises:
             EngineError: the directory, the number of processes or the kernels are not what the engine needs.
-            SettingsError: there is no such device, it cannot verify trees, or `kernels` is given for TensorRT plans.
+            SettingsError: there is no such device, it cannot verify trees, there are no such `kernels`, or they are
+                chosen for TensorRT plans.
         """
+        check_kernels(kernels)
         folder = Path(path)
         config = read_config(folder)
         place = pick_device(device)
@@ -146,6 +148,7 @@ class LLM:
             kernels, prepare, draft_tree: as in `load`.
             precision, kv, max_batch, max_seq_len, block_size: as the flags of `trtllm-dflash build`.
         """
+        check_kernels(kernels)
         values = {
             "name": str(target),
             "target": str(target),
@@ -291,11 +294,15 @@ class LLM:
         """
         ids = read_input_ids(input_ids)
         try:
+            stops = () if stop_token_ids is None else tuple(stop_token_ids)
+        except TypeError:
+            raise RequestError(f"{stop_token_ids}: give a list of token ids", "stop_token_ids") from None
+        try:
             params = SamplingParams(
                 max_tokens=max_new_tokens,
                 temperature=temperature,
                 seed=seed,
-                stop_token_ids=tuple(stop_token_ids or ()),
+                stop_token_ids=stops,
                 ignore_eos=stop_token_ids is not None,
             )
         except ValidationError as error:

@@ -135,6 +135,8 @@ class Drafter(Checkpoint):
             SettingsError: type or device of target and drafter differ.
             DFlashError: the pair cannot be loaded.
         """
+        if not isinstance(max_new_tokens, int):
+            raise RequestError(f"{max_new_tokens!r}: is not a number of tokens", "max_new_tokens")
         tokens = read_input_ids(input_ids).shape[1] + max_new_tokens
         llm = self._engine(_as_checkpoint(target), tokens)
         if tokens > llm.config.max_seq_len:

@@ -17,6 +17,7 @@ from trtllm_dflash.engine.directory import (
     DRAFTER_CONFIG_FILE,
     PLUGIN_FILE,
     TARGET_CONFIG_FILE,
+    check_apart,
     check_file,
     digest,
     is_engine,
@@ -59,6 +60,7 @@ def build(
             )
     if output.exists() and not is_engine(output):
         raise EngineError(f"{output}: is not an engine directory, so --force does not replace it; remove it yourself")
+    check_apart(output, _sources(pair))
     pair = as_planned(
         pair, config, plan.draft_text, lambda done, total: progress("counting tokens, kB", done // 1000, total // 1000)
     )
@@ -110,13 +112,15 @@ def _is_same_engine(output: Path, config: EngineConfig) -> bool:
     return True
 
 
-def _source_digests(pair: Pair, draft_text: Path | None) -> dict[str, str]:
+def _sources(pair: Pair) -> dict[str, Path]:
     folders = {"target": pair.target_folder.path}
-    if pair.drafter is not None:
-        folders["drafter"] = pair.drafter.folder.path
+    return folders if pair.drafter is None else {**folders, "drafter": pair.drafter.folder.path}
+
+
+def _source_digests(pair: Pair, draft_text: Path | None) -> dict[str, str]:
     digests = {
         f"{role}/{file.name}": digest(file)
-        for role, folder in folders.items()
+        for role, folder in _sources(pair).items()
         for file in sorted(folder.iterdir())
         if file.suffix in (".safetensors", ".json", ".jinja", ".txt") and file.is_file()
     }

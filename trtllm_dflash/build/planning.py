@@ -27,7 +27,7 @@ from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.checkpoint.ranks import check_tp
 from trtllm_dflash.checkpoint.shortlist import take_shortlist
 from trtllm_dflash.cost.gpus import GPUS
-from trtllm_dflash.cost.memory import check_fits
+from trtllm_dflash.cost.memory import check_fits, plan_pages
 from trtllm_dflash.engine.config import Backend, EngineConfig
 from trtllm_dflash.engine.directory import digest
 from trtllm_dflash.errors import CheckpointError, SettingsError
@@ -80,7 +80,7 @@ def open_checkpoints(settings: BuildSettings) -> Pair:
     """
     drafter = resolve(settings.drafter) if settings.drafter is not None else None
     pair = open_pair(resolve(settings.target), drafter)
-    check_tokenizer(pair.target_folder.path)
+    check_tokenizer(pair.target_folder.path, pair.target_config.vocab_size)
     return pair
 
 
@@ -136,6 +136,8 @@ def plan_engine(pair: Pair, settings: BuildSettings, choice: PrecisionChoice | N
     _check_trees(config)
     limits = choose_limits(config, settings, room)
     config = config.model_copy(update=limits.changes)
+    if config.kv_memory is not None:
+        plan_pages(config)
     if settings.gpu is not None and settings.gpu.lower() in GPUS:
         check_fits(config, settings.gpu)
     if settings.backend == "tensorrt":
@@ -312,8 +314,7 @@ def _draft_text(settings: BuildSettings, pair: Pair) -> Path | None:
 def _stop_token_ids(pair: Pair) -> tuple[int, ...]:
     """Read the end tokens from generation_config.json, else from config.json."""
     file = pair.target_folder.path / "generation_config.json"
-    config = pair.target_folder.config
-    ids = config.get("eos_token_id", (config.get("text_config") or {}).get("eos_token_id"))
+    ids = pair.target_folder.setting("eos_token_id")
     if file.is_file():
         stated = read_json(file).get("eos_token_id")
         ids = ids if stated is None else stated

@@ -21,8 +21,8 @@ Format: TypeAlias = Literal["fp8", "nvfp4"]
 CAPABILITY: dict[str, int] = {"fp8": 89, "nvfp4": 100}
 
 #: What `--precision` and `--drafter-precision` take besides; None: as the checkpoint is.
-TargetPrecision: TypeAlias = Precision | Format | Literal["auto"]
-DrafterPrecision: TypeAlias = Format | Literal["auto"]
+TargetPrecision: TypeAlias = Literal[Precision, Format, "auto"]
+DrafterPrecision: TypeAlias = Literal[Format, "auto"]
 
 _FORMATS = {
     WeightPrecision.FP8: "fp8",

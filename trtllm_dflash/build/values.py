@@ -59,5 +59,6 @@ def _read_assignment(assignment: str) -> tuple[str, Any]:
         raise SettingsError(f"--set {assignment}: write KEY=VALUE")
     try:
         return key.replace("-", "_"), yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError):  # the latter of a day that no month has, and of thousands of digits
+    # ValueError: a day that no month has, or thousands of digits. RecursionError: nested without end.
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise SettingsError(f"--set {assignment}: the value is not valid YAML") from None

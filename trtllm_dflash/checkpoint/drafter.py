@@ -67,10 +67,10 @@ def open_drafter(path: Path, target_layers: int | None = None) -> DrafterCheckpo
 
 def _check_taps(config: DrafterConfig, folder: CheckpointFolder, fc: str) -> None:
     taps, size = config.tap_layers, config.hidden_size
-    width = folder.tensors[fc].shape[-1] if fc in folder.tensors else None
-    if width is not None and width != len(taps) * size:
+    shape = folder.tensors[fc].shape if fc in folder.tensors else ()
+    if len(shape) == 2 and shape[1] != len(taps) * size:
         raise CheckpointError(
-            f"config.json: {len(taps)} tap layers of {size} make {len(taps) * size} columns, but {fc} has {width}"
+            f"config.json: {len(taps)} tap layers of {size} make {len(taps) * size} columns, but {fc} has {shape[1]}"
         )
     outside = [tap for tap in taps if not 0 <= tap < config.target_layers]
     # Where the format does not record the target's layers, `open_pair` compares the taps with the target itself.

@@ -42,7 +42,7 @@ class _Settings:
     block_size: Any
     mask_token_id: Any
     target_layers: Any
-    tap_layers: Any  # z-lab's counting: 0 is the output of the first layer
+    tap_layers: Any  # z-lab's counting: 0 is the output of the first layer; None: the default
     draft_vocab_size: Any = None
     from_anchor: Any = False
     is_causal: Any = None  # in the block; None: layers with a window are
@@ -95,12 +95,15 @@ def _make_config(settings: _Settings) -> DrafterConfig:
     told = {} if types is None else {"layer_types": [], "use_sliding_window": False}
     shape = read_decoder_config("dflash", {**layers, **told})
     windows = None if types is None else _read_windows(layers, types, shape.layers)
+    taps = settings.tap_layers
+    if taps is None:
+        taps = default_tap_layers(settings.target_layers, shape.layers)
     return DrafterConfig(
         **{**shape.model_dump(), "windows": windows},
         block_size=settings.block_size,
         mask_token_id=settings.mask_token_id,
         target_layers=settings.target_layers,
-        tap_layers=settings.tap_layers,
+        tap_layers=taps,
         draft_vocab_size=None if settings.draft_vocab_size == shape.vocab_size else settings.draft_vocab_size,
         from_anchor=settings.from_anchor,
         causal_layers=_causal_layers(windows, shape.layers, settings.is_causal),
@@ -168,16 +171,12 @@ def _read_zlab(raw: dict[str, Any], is_second: bool) -> _Settings:
         raise CheckpointError("config.json: dflash_config is not an object")
     _check_computed({**raw, **nested})
     _check_anchor({**raw, **nested})
-    target_layers = _required(raw, nested, "num_target_layers")
-    taps = _in_either(raw, nested, "target_layer_ids")
-    if taps is None:
-        taps = default_tap_layers(target_layers, _required(raw, {}, "num_hidden_layers"))
     return _Settings(
         layers=raw,
         block_size=_required(raw, nested, "block_size"),
         mask_token_id=_required(raw, nested, "mask_token_id"),
-        target_layers=target_layers,
-        tap_layers=taps,
+        target_layers=_required(raw, nested, "num_target_layers"),
+        tap_layers=_in_either(raw, nested, "target_layer_ids"),
         is_causal=_in_either(raw, nested, "is_causal"),
         convolution=_read_convolution(raw, nested) if is_second else None,
         selector=_read_selector(raw, nested) if is_second else None,

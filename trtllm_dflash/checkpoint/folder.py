@@ -63,6 +63,11 @@ class CheckpointFolder:
         config = {key: value for key, value in read_json(path / "config.json").items() if value is not None}
         return cls(path, config, _read_headers(path))
 
+    def setting(self, key: str) -> Any:
+        """Reads a setting of config.json, which a model of more than text may nest in its `text_config`; None: none."""
+        nested = self.config.get("text_config")
+        return self.config.get(key, nested.get(key) if isinstance(nested, dict) else None)
+
     def check(
         self,
         parts: Iterable[Part],

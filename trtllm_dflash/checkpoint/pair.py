@@ -4,16 +4,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 from trtllm_dflash.checkpoint.drafter import DrafterCheckpoint, open_drafter
 from trtllm_dflash.checkpoint.folder import CheckpointFolder
 from trtllm_dflash.checkpoint.quantized import QuantizedMatrix, check_tensors
 from trtllm_dflash.checkpoint.slicing import RankReader
 from trtllm_dflash.checkpoint.validation import reading_config
-from trtllm_dflash.errors import PairError
+from trtllm_dflash.errors import CheckpointError, PairError
 from trtllm_dflash.models import build_target, read_target_config
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.models.stored import as_stored, beside_text, checkpoint_names
+
+_HEAD, _TABLE = "lm_head.weight", "model.embed_tokens.weight"
+_PIECE = 1 << 14  # rows of them that are compared at a time
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,8 @@ def open_pair(target: Path, drafter: Path | None = None) -> Pair:
     # Some exports of tied embeddings save the table a second time as the head.
     ignored = ["lm_head.weight"] if config.tied_embeddings else []
     quantized, precision = check_tensors(folder, weights, [*ignored, *beside_text(config)], keys)
+    if config.tied_embeddings:
+        _check_tied(folder, keys.get(_TABLE, _TABLE))
     config = config.model_copy(update=precision)
     if drafter is None:
         return Pair(folder, config, None, quantized, keys)
@@ -60,6 +67,22 @@ def open_pair(target: Path, drafter: Path | None = None) -> Pair:
         scaled = opened.config.model_copy(update={"embedding_scale": config.embedding_scale})
         opened = replace(opened, config=scaled)
     return Pair(folder, config, opened, quantized, keys)
+
+
+def _check_tied(folder: CheckpointFolder, table: str) -> None:
+    """Refuses a head that is not the embedding it is tied to: some libraries would take the one, some the other."""
+    head = folder.tensors.get(_HEAD)
+    if head is None:
+        return
+    rows, *_ = folder.tensors[table].shape
+    pieces = [(first, first + _PIECE) for first in range(0, rows, _PIECE)]
+    if head.shape != folder.tensors[table].shape or not all(
+        torch.equal(folder.read(_HEAD, 0, *piece).float(), folder.read(table, 0, *piece).float()) for piece in pieces
+    ):
+        raise CheckpointError(
+            f"{folder.path}: {_HEAD} differs from {table}, though config.json has tie_word_embeddings true; "
+            f"set that to false to keep {_HEAD}, or save the checkpoint without it"
+        )
 
 
 def _check_match(target: Path, config: DecoderConfig, drafter: Path, opened: DrafterCheckpoint) -> None:

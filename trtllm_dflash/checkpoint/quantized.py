@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from trtllm_dflash.checkpoint.folder import FLOATING_DTYPES, CheckpointFolder, read_json
+from trtllm_dflash.checkpoint.validation import reading_config
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.weights import Part, Weight, WeightPrecision
 from trtllm_dflash.ops.formats import FP8_BLOCK, INT4_BLOCK, INT4_PACKED, NVFP4_BLOCK
@@ -166,8 +167,11 @@ def read_matrix(
         assert matrix.global_scale is not None
         values, scale = read(name, column_unit=2), read(matrix.scale, column_unit=NVFP4_BLOCK)
         _check_finite(folder, matrix.scale, scale)
-        global_scale = _number(folder, matrix.global_scale).expand(len(values))
-        return Nvfp4Weight(values, scale, global_scale, input_scale)
+        global_scale = _number(folder, matrix.global_scale)
+        _check_above_zero(folder, matrix.scale, scale.view(torch.int8) >= 0)  # 0 of a block of numbers near 0
+        if not global_scale > 0:
+            _check_above_zero(folder, matrix.global_scale, (global_scale == 0) & (values == 0))
+        return Nvfp4Weight(values, scale, global_scale.expand(len(values)), input_scale)
     if matrix.precision is WeightPrecision.INT4:
         scale = read(matrix.scale, column_unit=INT4_BLOCK)
         _check_finite(folder, matrix.scale, scale)
@@ -180,17 +184,15 @@ def read_matrix(
         scale = folder.read(matrix.scale).float().flatten().expand(rows)
         scale = scale[first:last] if dimension == 0 else scale
     _check_finite(folder, matrix.scale, scale)
+    if not (scale > 0).all():
+        wide = Fp8Weight(torch.ones_like(values), scale).dequantize()
+        _check_above_zero(folder, matrix.scale, (wide > 0) | (wide == 0) & (values.float() == 0))
     return Fp8Weight(values, scale.contiguous(), input_scale)
-
-
-def _said(folder: CheckpointFolder) -> Any:
-    """Reads `quantization_config`, which a model of more than text may nest in its `text_config`."""
-    return folder.config.get("quantization_config", (folder.config.get("text_config") or {}).get("quantization_config"))
 
 
 def cache_format(folder: CheckpointFolder) -> str | None:
     """Reads the format that a checkpoint sets for caches, in ModelOpt's words (FP8, NVFP4, ...); None: it sets none."""
-    said = _said(folder)
+    said = folder.setting("quantization_config")
     scheme = said.get("kv_cache_scheme") if isinstance(said, dict) else None
     if isinstance(scheme, dict) and (scheme.get("num_bits"), scheme.get("type")) == (8, "float"):
         return "FP8"
@@ -239,17 +241,18 @@ def _cache_scale(folder: CheckpointFolder, key: str) -> torch.Tensor:
 
 
 def _check_method(folder: CheckpointFolder) -> None:
-    said = _said(folder)
+    said = folder.setting("quantization_config")
     if said is None and (folder.path / MODELOPT_FILE).is_file():
         said = read_json(folder.path / MODELOPT_FILE).get("quantization")
     if said is None:
         return
     if not isinstance(said, dict):
         raise CheckpointError(f"{folder.path}: config.json: quantization_config is not an object")
-    method = said.get("quant_method", "modelopt")
+    method = str(said.get("quant_method", "modelopt"))
     kind = said.get("quant_algo") if method == "modelopt" else said.get("format")
     if kind == "pack-quantized":
-        _check_int4(folder, said)
+        with reading_config(folder.path):
+            _check_int4(said)
     read = _READ.get(method, ())
     caches_alone = kind is None or (method, kind) == ("compressed-tensors", "dense")
     if method in _READ and caches_alone and cache_format(folder) is not None:
@@ -261,16 +264,14 @@ def _check_method(folder: CheckpointFolder) -> None:
         )
 
 
-def _check_int4(folder: CheckpointFolder, said: Mapping[str, Any]) -> None:
+def _check_int4(said: Mapping[str, Any]) -> None:
     """Refuses packed whole numbers of another size, or with other scales, than `ops.int4`'s."""
     wanted = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": INT4_BLOCK}
     for group in (said.get("config_groups") or {}).values():
         weights = group.get("weights") or {}
         for key, value in wanted.items():
             if weights.get(key, value) != value:
-                raise CheckpointError(
-                    f"{folder.path}: packed weights of {key} {weights[key]!r} are not read; read: {value!r}"
-                )
+                raise CheckpointError(f"packed weights of {key} {weights[key]!r} are not read; read: {value!r}")
 
 
 def _fp8(folder: CheckpointFolder, name: str, shape: tuple[int, ...]) -> QuantizedMatrix:
@@ -352,6 +353,12 @@ def _check_finite(folder: CheckpointFolder, key: str, tensor: torch.Tensor) -> N
     is_finite = torch.isfinite(tensor) if tensor.dtype != FP8 else (tensor.view(torch.uint8) & 0x7F) != 0x7F
     if not is_finite.all():
         raise CheckpointError(f"{folder.path}: tensor {key} holds NaN or infinity; download the checkpoint again")
+
+
+def _check_above_zero(folder: CheckpointFolder, key: str, is_right: torch.Tensor) -> None:
+    """Refuses scales that are negative, or 0 where the numbers that they scale are not."""
+    if not is_right.all():
+        raise CheckpointError(f"{folder.path}: tensor {key} holds scales of 0 or less; download the checkpoint again")
 
 
 def _check_dtype(folder: CheckpointFolder, key: str, dtypes: tuple[str, ...]) -> None:

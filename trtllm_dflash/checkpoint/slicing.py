@@ -68,6 +68,11 @@ class RankReader:
         # What goes in is one and the same, so the largest is its true range. Of experts it is the largest of all, too.
         inputs = [part.input_scale for part in slices if part.input_scale is not None]
         input_scale = torch.stack(inputs).amax() if len(inputs) == len(slices) else None
+        if input_scale is not None and not input_scale > 0:
+            raise CheckpointError(
+                f"{self.folder.path}: the input scale of {weight.name} is {float(input_scale)}, which no input can be "
+                "divided by; download the checkpoint again"
+            )
         scales = [part.global_scale for part in slices if isinstance(part, Nvfp4Weight)]
         if scales:
             return Nvfp4Weight(values, scale, joined(scales), input_scale)

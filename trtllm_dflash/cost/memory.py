@@ -4,11 +4,11 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
+from math import ceil, prod
 
 import torch
 
-from trtllm_dflash.cost.gpus import GPU, capability, find_gpu, gigabytes
+from trtllm_dflash.cost.gpus import GB, GPU, capability, find_gpu, gigabytes
 from trtllm_dflash.cost.states import states_bytes
 from trtllm_dflash.engine.config import Backend, EngineConfig
 from trtllm_dflash.engine.ladder import PIECES, draft_lengths, shaped_kinds, step_kinds
@@ -251,7 +251,7 @@ def plan_pages(config: EngineConfig, paged: bool = False) -> Paging:
     rows = min(config.page_size or (PAGE_ROWS if paged else config.cache_length), config.cache_length)
     width = -(-config.cache_length // rows)
     if width == 1:
-        return linear_paging(config)
+        return _whole_slots(config)
     most = config.max_batch * width
     window, window_pages = _window_pages(config, rows)
     if window_pages >= most:
@@ -263,10 +263,26 @@ def plan_pages(config: EngineConfig, paged: bool = False) -> Paging:
     pages = max(0, config.kv_memory - apart) // each
     if pages < width:
         raise EngineError(
-            f"--kv-memory {gigabytes(config.kv_memory)} holds {pages * rows} tokens, fewer than one sequence of "
-            f"{config.max_seq_len}; give it at least {gigabytes(apart + width * each)}, or a smaller --max-seq-len"
+            f"--kv-memory {config.kv_memory / GB:g} GB holds {pages * rows} tokens, fewer than one sequence of "
+            f"{config.max_seq_len}; give it at least {_at_least(apart + width * each)}, or a smaller --max-seq-len"
         )
     return Paging(min(pages, most), rows, width, window, window_pages)
+
+
+def _whole_slots(config: EngineConfig) -> Paging:
+    """Makes one page for each slot, which `config.kv_memory` must hold: no slot can do without its own."""
+    paging = linear_paging(config)
+    needed = cache_bytes(config, paging) + states_bytes(config)
+    if config.kv_memory is not None and needed > config.kv_memory:
+        raise EngineError(
+            f"--kv-memory {config.kv_memory / GB:g} GB: a page is a whole slot, and {config.max_batch} slots take "
+            f"{_at_least(needed)}; use a smaller --page-size or --max-batch"
+        )
+    return paging
+
+
+def _at_least(size: int) -> str:
+    return f"{ceil(1e4 * size / GB) / 1e4:g} GB"
 
 
 def pages_on_gpu(config: EngineConfig, gpu: GPU | None = None) -> Paging:

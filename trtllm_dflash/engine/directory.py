@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from trtllm_dflash.engine.config import SCHEMA_VERSION, EngineConfig
 from trtllm_dflash.errors import EngineError
+from trtllm_dflash.models import FAMILIES
 
 if TYPE_CHECKING:  # seconds of a process that computes nothing
     import torch
@@ -139,6 +140,20 @@ def _runs(pid: int) -> bool:
     return True
 
 
+def check_apart(output: Path, sources: Mapping[str, Path]) -> None:
+    """Checks that a folder to write holds none of the folders that are read, which would go as it is replaced.
+
+    Args:
+        sources: by what they are.
+
+    Raises:
+        EngineError: it holds one.
+    """
+    for what, folder in sources.items():
+        if Path(os.path.realpath(output)) in (folder.resolve(), *folder.resolve().parents):
+            raise EngineError(f"{output}: holds the {what} that is read; use another --output")
+
+
 def is_engine(path: Path) -> bool:
     """Whether a directory is an engine, of any version, sound or broken."""
     config = path / CONFIG_FILE
@@ -159,11 +174,17 @@ def read_config(path: Path) -> EngineConfig:
             raise EngineError(f"{path}: not an engine directory (no {CONFIG_FILE}); build one: trtllm-dflash build")
         raw = json.loads(file.read_text())
         version = raw.get("schema_version")
+        if version is None:
+            raise EngineError(f"{file}: has no schema_version, so it is no engine's; build the engine again")
         if version != SCHEMA_VERSION:
             raise EngineError(
                 f"{file}: schema version {version}, this release reads {SCHEMA_VERSION}; build the engine again"
             )
-        return EngineConfig.model_validate(raw)
+        config = EngineConfig.model_validate(raw)
+        family = config.target.family
+        if family not in FAMILIES:  # of a later release
+            raise EngineError(f"{file}: target.family: there is no {family!r} here; build the engine again")
+        return config
     except OSError as error:
         raise EngineError(f"{file}: cannot be read ({error.strerror})") from None
     except (ValueError, AttributeError) as error:

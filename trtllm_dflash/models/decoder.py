@@ -5,9 +5,9 @@ fused tensor is named as the layer's others are (`qkv_proj`, `gate_up_proj`).
 """
 
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.rope import PositiveNumber, RopeConfig, read_rope
@@ -16,13 +16,17 @@ from trtllm_dflash.ops.base import Acceptance, AttentionLayer, ClampedSwiglu, Mo
 
 T = TypeVar("T")
 
+#: Numbers of layers and experts, far beyond any model's: a damaged config.json's would be listed without end.
+Layers = Annotated[int, Field(gt=0, le=1024)]
+Experts = Annotated[int, Field(gt=0, le=4096)]
+
 
 class MoEConfig(BaseModel):
     """The experts that stand in place of a layer's feed-forward."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    experts: PositiveInt
+    experts: Experts
     top_k: PositiveInt  # experts a token
     intermediate_size: PositiveInt  # of one expert
     normalized: bool  # see `MoELayer`
@@ -40,7 +44,7 @@ class MoEConfig(BaseModel):
 class DeltaConfig(BaseModel):
     """The gated delta nets that stand in place of most layers' attention (arXiv 2412.06464)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     layers: tuple[bool, ...]  # which ones they are
     key_heads: PositiveInt
@@ -53,7 +57,7 @@ class DeltaConfig(BaseModel):
 class FullAttention(BaseModel):
     """The layers without a window, of a model whose layers with one have other heads (Gemma 4)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     kv_heads: PositiveInt
     head_size: PositiveInt
@@ -64,7 +68,7 @@ class FullAttention(BaseModel):
 class LatentAttention(BaseModel):
     """Attention to one row of few numbers for all heads (MLA, arXiv 2405.04434); see `LatentLayer`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     query_rank: PositiveInt
     rank: PositiveInt
@@ -77,18 +81,18 @@ class LatentAttention(BaseModel):
 class DecoderConfig(BaseModel):
     """The shape of a decoder, as read from a Hugging Face config.json."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     family: str
     vocab_size: PositiveInt
     hidden_size: PositiveInt
-    layers: PositiveInt
+    layers: Layers
     heads: PositiveInt
     kv_heads: PositiveInt
     head_size: PositiveInt
     intermediate_size: PositiveInt
     norm_eps: PositiveNumber
-    max_positions: PositiveInt
+    max_positions: Annotated[int, Field(ge=2)]  # one of a prompt and one of its reply at least
     rope: RopeConfig
     tied_embeddings: bool
     attention_bias: bool = False
@@ -97,7 +101,7 @@ class DecoderConfig(BaseModel):
     full_attention: FullAttention | None = None  # None: all layers have the heads that are said above
     latent_attention: LatentAttention | None = None  # in all layers
     embedding_scale: float | None = None  # that embeddings are multiplied by
-    logit_cap: float | None = None  # logits are cap * tanh(logits / cap)
+    logit_cap: PositiveNumber | None = None  # logits are cap * tanh(logits / cap)
     moe: MoEConfig | None = None  # None: dense
     delta: DeltaConfig | None = None  # None: every layer attends
     linear_precision: WeightPrecision | None = None  # of its matrices; None: the engine's

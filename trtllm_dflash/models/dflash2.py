@@ -39,7 +39,7 @@ _SOURCES: dict[str, tuple[str, str, str | None]] = {
 class ConvolutionConfig(BaseModel):
     """The convolutions before and after each sublayer."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     taps: PositiveInt  # rows that are mixed: a row, and those before it
     group_size: PositiveInt  # channels that share the part of a kernel that is a row's own
@@ -48,7 +48,7 @@ class ConvolutionConfig(BaseModel):
 class SelectorConfig(BaseModel):
     """The choice of each draft by the one before it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     kind: Literal["dflash2", "markov", "gated-markov"]
     rank: PositiveInt

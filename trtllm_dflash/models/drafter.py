@@ -8,9 +8,9 @@ target's; a drafter with a reduced vocabulary brings its own head and a table fr
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from trtllm_dflash.models.decoder import (
     DecoderConfig,
@@ -36,6 +36,8 @@ from trtllm_dflash.ops.draft_tree import RANKS, DraftTree
 T = TypeVar("T")
 
 PREFIX = "drafter."
+#: Rows of a block, at most: far beyond any drafter's, and few enough for a step.
+LARGEST_BLOCK = 1024
 #: What a drafter with a vocabulary of its own has: the head, and the target's id of each of its ids.
 HEAD, DRAFT_TO_TARGET = PREFIX + "lm_head.weight", PREFIX + "draft_to_target"
 
@@ -43,7 +45,7 @@ HEAD, DRAFT_TO_TARGET = PREFIX + "lm_head.weight", PREFIX + "draft_to_target"
 class DrafterConfig(DecoderConfig):
     """The shape of a drafter. `vocab_size` is the target's."""
 
-    block_size: PositiveInt  # rows
+    block_size: Annotated[int, Field(gt=0, le=LARGEST_BLOCK)]  # rows
     mask_token_id: int
     target_layers: PositiveInt
     tap_layers: tuple[int, ...]

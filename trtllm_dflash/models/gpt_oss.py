@@ -4,6 +4,7 @@ The published checkpoints hold the experts as `*_blocks` and `*_scales`; fine-tu
 transposed. In both, gate and up rows alternate.
 """
 
+from math import inf
 from typing import Any
 
 from trtllm_dflash.errors import CheckpointError
@@ -41,7 +42,7 @@ class GptOss(MoEDecoder):
                 top_k=raw["num_experts_per_tok"],
                 intermediate_size=base.intermediate_size,
                 normalized=True,
-                clamp=ClampedSwiglu(raw.get("swiglu_alpha", 1.702), raw.get("swiglu_limit", 7.0)),
+                clamp=_read_clamp(raw),
                 mxfp4=_is_mxfp4(raw),
             )
         except KeyError as missing:
@@ -102,6 +103,15 @@ class GptOss(MoEDecoder):
             return Split.FIRST_RANK, 1
         units = moe.intermediate_size // MXFP4_BLOCK if moe.mxfp4 else moe.intermediate_size
         return (Split.COLUMNS if gate_up != transposed or bias else Split.THIRD), units
+
+
+def _read_clamp(raw: dict[str, Any]) -> ClampedSwiglu:
+    alpha, limit = float(raw.get("swiglu_alpha", 1.702)), float(raw.get("swiglu_limit", 7.0))
+    if not (0 < alpha < inf and 0 < limit < inf):
+        raise CheckpointError(
+            f"config.json: swiglu_alpha {alpha} and swiglu_limit {limit} are not two positive numbers"
+        )
+    return ClampedSwiglu(alpha, limit)
 
 
 def _is_mxfp4(raw: dict[str, Any]) -> bool:

@@ -48,8 +48,8 @@ def read_hybrid_config(family: str, raw: dict[str, Any]) -> DecoderConfig:
         raise CheckpointError("config.json: attn_output_gate false is not supported")
     if raw.get("attention_bias"):
         raise CheckpointError("config.json: attention_bias is not supported with gated attention")
-    types = _layer_types(raw)
     base = read_decoder_config(family, {**raw, "layer_types": []})
+    types = _layer_types(raw, base.layers)
     try:
         delta = DeltaConfig(
             layers=tuple(kind == _DELTA for kind in types),
@@ -69,8 +69,8 @@ def read_hybrid_config(family: str, raw: dict[str, Any]) -> DecoderConfig:
     return base.model_copy(update={"delta": delta, "rope": rope})
 
 
-def _layer_types(raw: dict[str, Any]) -> list[str]:
-    layers, every = raw.get("num_hidden_layers", 0), raw.get("full_attention_interval", _INTERVAL)
+def _layer_types(raw: dict[str, Any], layers: int) -> list[str]:
+    every = raw.get("full_attention_interval", _INTERVAL)
     types = raw.get("layer_types") or [_DELTA if (i + 1) % every else _FULL for i in range(layers)]
     if len(types) != layers or not set(types) <= {_DELTA, _FULL}:
         raise CheckpointError(f"config.json: layer_types must say {_DELTA} or {_FULL} for each of {layers} layers")

@@ -14,13 +14,13 @@ PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class RopeConfig(BaseModel):
     """Rotary embedding of one model. `kind` is Hugging Face's `rope_type`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     kind: Literal["default", "linear", "llama3", "yarn", "proportional"] = "default"
     theta: PositiveNumber
     factor: PositiveNumber = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    low_freq_factor: PositiveNumber = 1.0
+    high_freq_factor: PositiveNumber = 4.0
     original_max_positions: PositiveInt = 8192
     rotary_size: PositiveInt | None = None  # a head's first dimensions, which alone are rotated; None: all
     # YaRN's alone:
@@ -28,7 +28,7 @@ class RopeConfig(BaseModel):
     beta_slow: PositiveNumber = 1.0  # and below which it is slowed by the whole factor
     truncate: bool = True  # the bounds between the two are whole dimensions
     attention_factor: float = 1.0  # of cos and sin, so that its square is of every score
-    share: float = 1.0  # proportional's alone: of a head's pairs, the first so many turn
+    share: Annotated[float, Field(gt=0, le=1)] = 1.0  # proportional's alone: of a head's pairs, the first so many turn
 
 
 def read_rope(raw: dict[str, Any]) -> RopeConfig:
@@ -45,6 +45,8 @@ def read_rope(raw: dict[str, Any]) -> RopeConfig:
     if kind == "linear":
         return RopeConfig(kind="linear", theta=theta, factor=scaling["factor"])
     if kind == "llama3":
+        if not scaling["low_freq_factor"] < scaling["high_freq_factor"]:
+            raise CheckpointError("config.json: rope scaling 'llama3': low_freq_factor is not below high_freq_factor")
         return RopeConfig(
             kind="llama3",
             theta=theta,
@@ -78,6 +80,8 @@ def rotary_size(raw: dict[str, Any], head_size: int) -> int | None:
 
 def _read_yarn(scaling: dict[str, Any], theta: float, raw: dict[str, Any]) -> RopeConfig:
     """Reads YaRN's settings (arXiv 2309.00071), with transformers' defaults."""
+    if not theta > 1:
+        raise CheckpointError(f"config.json: rope_theta {theta}: rope scaling 'yarn' needs one above 1")
     original = scaling.get("original_max_position_embeddings") or raw["max_position_embeddings"]
     factor = scaling.get("factor") or raw["max_position_embeddings"] / original
     attention = scaling.get("attention_factor")

@@ -12,7 +12,14 @@ from tokenizers import Tokenizer
 
 from trtllm_dflash.errors import CheckpointError, EngineError, LongPromptError, RequestError, one_line
 from trtllm_dflash.text.harmony import ARGUMENTS, Harmony
-from trtllm_dflash.text.reply.formats import ChatFormat, format_of_template, markers_of, messages_for, reply_parser
+from trtllm_dflash.text.reply.formats import (
+    ChatFormat,
+    format_of_template,
+    markers_of,
+    messages_for,
+    read_template,
+    reply_parser,
+)
 from trtllm_dflash.text.reply.gemma4 import CHANNEL_END
 from trtllm_dflash.text.reply.parts import Parser
 from trtllm_dflash.text.reply.thinking import OPENING
@@ -188,7 +195,7 @@ class TextCodec:
                 asked, tools=list(tools) or None, tokenize=False, add_generation_prompt=True, **given
             )
         except Exception as error:  # a template raises whatever it likes, of messages of any form
-            raise RequestError(f"the chat template refuses these messages: {error}") from error
+            raise RequestError(f"the chat template refuses these messages: {one_line(error)}") from error
         return text
 
     def reply(self, stop: tuple[str, ...] = ()) -> TextStream:
@@ -252,19 +259,27 @@ class TextCodec:
         return str(self._tokenizer.decode([token for token in ids if token not in self._hidden]))
 
 
-def check_tokenizer(folder: Path) -> None:
-    """Checks that a checkpoint's tokenizer.json can be read, where it has one.
+def check_tokenizer(folder: Path, vocabulary: int) -> None:
+    """Checks that a checkpoint's chat template and tokenizer.json can be read, where it has them.
+
+    Of the tokenizer's vocabulary, tokens that were added may be beyond the target's: then nobody can use them.
 
     Raises:
-        CheckpointError: it is cut off, or is none.
+        CheckpointError: one is damaged, or the tokenizer another model's.
     """
+    read_template(folder)
     file = folder / "tokenizer.json"
     if not file.is_file():
         return
     try:
-        Tokenizer.from_file(str(file))
+        size = Tokenizer.from_file(str(file)).get_vocab_size(with_added_tokens=False)
     except Exception as error:  # the library raises no narrower one
         raise CheckpointError(f"{file} is truncated or damaged ({one_line(error)}); download it again") from None
+    if size > vocabulary:
+        raise CheckpointError(
+            f"{file} has {size} tokens, but config.json a vocabulary of {vocabulary}: it is another model's; "
+            "copy the target's own here"
+        )
 
 
 def _load(folder: Path) -> "PreTrainedTokenizerFast":

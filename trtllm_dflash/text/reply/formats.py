@@ -1,8 +1,10 @@
 """The ways in which models write calls of tools, by name."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
+from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.text.reply import gemma4, kimi_k2, minimax_m2, qwen3_coder
 from trtllm_dflash.text.reply.llama3 import Llama3Parser, one_call_each
 from trtllm_dflash.text.reply.parts import PlainParser, TextParser
@@ -41,6 +43,21 @@ _MESSAGES: Mapping[ChatFormat, Callable[[Sequence[dict[str, Any]]], list[dict[st
     "minimax-m2": with_objects,
     "qwen3-coder": with_objects,
 }
+
+
+def read_template(folder: Path) -> str | None:
+    """Reads the chat template in a checkpoint's folder; None where none lies there by itself.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not UTF-8.
+    """
+    file = folder / "chat_template.jinja"
+    try:
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file} is not UTF-8 ({error}); download it again") from None
 
 
 def format_of_template(template: str) -> ChatFormat | None:
