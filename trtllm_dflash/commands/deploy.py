@@ -59,6 +59,5 @@ def _deploy_runtime(output: Path, force: bool, pair: dict[str, Any], others: dic
             raise SettingsError("--draft-length auto: TensorRT-LLM takes a number")
         pair = {**pair, "draft_length": length}
     deploy_llmapi(plan_for(launch_settings(pair)), output, force)
-    click.echo(
-        f"{output}: written; serve it in tritonserver:YY.MM-trtllm-python-py3: tritonserver --model-repository={output}"
-    )
+    serve = shlex.join(["tritonserver", f"--model-repository={output}"])
+    click.echo(f"{output}: written; serve it in tritonserver:YY.MM-trtllm-python-py3: {serve}")

@@ -7,7 +7,7 @@ Names are those of vLLM 0.26.0 (vllm/tool_parsers/__init__.py, vllm/reasoning/__
 from collections.abc import Mapping
 from pathlib import Path
 
-from trtllm_dflash.text.reply.formats import ChatFormat, format_of_template
+from trtllm_dflash.text.reply.formats import ChatFormat, format_of_template, read_template
 
 #: Of a family whose chat template is not at hand. Those named Coder write calls in a way of their own.
 _FORMATS: Mapping[str, ChatFormat] = {
@@ -66,10 +66,13 @@ def format_of_target(target: str, family: str) -> ChatFormat | None:
     Args:
         target: a folder, or a Hugging Face name.
         family: `model_type` in its config.json.
+
+    Raises:
+        CheckpointError: the template cannot be read.
     """
     if family == "gpt_oss":  # known by its tokenizer
         return "harmony"
-    template = Path(target) / "chat_template.jinja"
-    if template.is_file():
-        return format_of_template(template.read_text(encoding="utf-8"))
+    template = read_template(Path(target))
+    if template is not None:
+        return format_of_template(template)
     return "qwen3-coder" if "coder" in target.lower() and family in _FORMATS else _FORMATS.get(family)

@@ -94,9 +94,14 @@ class Launch:
         """Joins the command and its options into the words of a command line."""
         return [*self.command, *(word for option in self.options for word in option.words)]
 
+    @property
+    def remarks(self) -> list[str]:
+        """Writes the head as comments of bash and YAML, every line of a remark that has several."""
+        return [f"# {line}" for remark in self.head for line in remark.splitlines()]
+
     def script(self) -> str:
         """Writes a bash script: the files, then the command with a remark for each option."""
-        lines = ["#!/usr/bin/env bash", *(f"# {remark}" for remark in self.head)]
+        lines = ["#!/usr/bin/env bash", *self.remarks]
         for name, text in self.files.items():
             lines += ["", f"cat > {shlex.quote(name)} <<'END'", text.rstrip("\n"), "END"]
         lines += ["", "options=("]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
@@ -238,11 +239,12 @@ def plan(settings: LaunchSettings, available: Available, kept: Kept = as_shaped)
     _check_room(settings, gpu, room, max_batch, max_seq_len)
     family = shape.family if shape is not None else entry.family if entry is not None else ""
     folder = find_folder(target)
+    given = str(folder) if folder is not None and _is_local(target) else target
     return Plan(
         settings=settings,
-        name=entry.name if entry is not None else target.rstrip("/").rpartition("/")[2],
+        name=entry.name if entry is not None else Path(given).name,
         family=family,
-        target=str(folder) if folder is not None and _is_local(target) else target,
+        target=given,
         drafter=None if drafter is None else _as_given(drafter),
         method=settings.method,
         gpu=gpu,
@@ -320,7 +322,7 @@ def _shapes(
 
 
 def _is_local(name: str) -> bool:
-    return name.startswith(("package:", ".", "~", "/")) or name.count("/") > 1
+    return name.startswith(("package:", ".", "~", "/")) or name.count("/") > 1 or Path(name).is_dir()
 
 
 def _as_given(name: str) -> str:

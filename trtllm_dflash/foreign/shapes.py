@@ -3,6 +3,7 @@
 They come from the two folders' config.json where these are on this machine, else from `cost.published`.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -13,6 +14,7 @@ from huggingface_hub import snapshot_download
 
 from trtllm_dflash.checkpoint.folder import read_json
 from trtllm_dflash.checkpoint.hub import PACKAGE, resolve
+from trtllm_dflash.checkpoint.validation import reading_config
 from trtllm_dflash.cost.published import PUBLISHED
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models import read_planned_config, target_weights
@@ -192,7 +194,7 @@ def find_folder(name: str) -> Path | None:
         CheckpointError: it is a path, and there is no such folder.
     """
     if name.startswith((PACKAGE, ".", "~", "/")) or Path(name).is_dir() or name.count("/") > 1:
-        return resolve(name).absolute()
+        return Path(os.path.abspath(resolve(name)))  # without any ..
     try:
         folder = Path(snapshot_download(name, allow_patterns=["*.json"], local_files_only=True))
     except Exception:  # not cached, or not a repository's name: the caller goes by its table
@@ -207,10 +209,16 @@ def read_shape(folder: Path) -> ModelShape:
         CheckpointError: it does not say what is needed.
     """
     weight_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    try:
-        return shape_of(read_json(folder / "config.json"), weight_bytes)
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder / 'config.json'}: {error} is missing, or not a number") from None
+    raw = read_json(folder / "config.json")
+    with reading_config(folder):
+        try:
+            shape = shape_of(raw, weight_bytes)
+        except KeyError as missing:
+            raise CheckpointError(f"config.json: {missing.args[0]!r} is missing") from None
+        sizes = [shape.layers, shape.heads, shape.kv_heads, shape.head_size, shape.max_positions + 1]
+        if min(sizes + [size for cache in shape.caches for size in (cache.layers, cache.kv_heads, cache.row)]) < 1:
+            raise CheckpointError("config.json: layers, heads, their sizes or positions are negative, or 0")
+    return shape
 
 
 def read_drafter(folder: Path) -> DrafterFacts:
@@ -220,12 +228,13 @@ def read_drafter(folder: Path) -> DrafterFacts:
         CheckpointError: it is no DFlash drafter's, or lacks them.
     """
     raw = read_json(folder / "config.json")
-    nested = raw.get("dflash_config") or {}
-    if "dflash_config" not in raw and raw.get("speculators_model_type") != "dflash":
-        raise CheckpointError(f"{folder}: config.json is no DFlash drafter's; for an EAGLE-3 one say --method eagle3")
-    if "DFlash2DraftModel" in raw.get("architectures", []):
-        raise CheckpointError(f"{folder}: config.json is a DFlash 2 drafter's; only DFlash drafters are launched")
-    block = raw.get("block_size", nested.get("block_size"))
-    if not isinstance(block, int) or block < 2:
-        raise CheckpointError(f"{folder}: config.json: block_size {block!r} is not a number of tokens")
+    with reading_config(folder):
+        nested = raw.get("dflash_config") or {}
+        if "dflash_config" not in raw and raw.get("speculators_model_type") != "dflash":
+            raise CheckpointError("config.json is no DFlash drafter's; for an EAGLE-3 one say --method eagle3")
+        if "DFlash2DraftModel" in (raw.get("architectures") or []):
+            raise CheckpointError("config.json is a DFlash 2 drafter's; only DFlash drafters are launched")
+        block = raw.get("block_size", nested.get("block_size"))
+        if not isinstance(block, int) or block < 2:
+            raise CheckpointError(f"config.json: block_size {block!r} is not a number of tokens")
     return DrafterFacts(block, read_shape(folder))

@@ -5,6 +5,7 @@ Eagle3DecodingConfig, KvCacheConfig, CudaGraphConfig, MoeConfig). Refusals are t
 dflash.py (block size, context arena) and dflash_attention.py (kernels), flags those of tensorrt_llm/commands/serve.py.
 """
 
+import shlex
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -157,7 +158,7 @@ def launch(plan: Plan) -> Launch:
         Option(("--port", str(settings.port)), "where it listens; its statistics are at /metrics there, once each"),
     )
     if several:
-        words = " ".join((*serve, *(word for option in options for word in option.words)))
+        words = shlex.join((*serve, *(word for option in options for word in option.words)))
         files[f"{plan.name}-{plan.method}.sbatch"] = _slurm(plan, words)
     return Launch(RUNTIME, _head(plan), command, options, (plan.target, name), files, checks_options=False)
 

@@ -82,7 +82,7 @@ def render(plan: Plan) -> dict[str, str]:
             "Triton batches nothing, the engine does; replies may stream (unary gRPC clients: decoupled: false)",
         ),
     )
-    remarks = "".join(f"# {remark}\n" for remark in tensorrt_llm.launch(plan).head)
+    remarks = "".join(f"{remark}\n" for remark in tensorrt_llm.launch(plan).remarks)
     return {
         "tensorrt_llm/config.pbtxt": _pbtxt(),
         "tensorrt_llm/1/model.yaml": remarks + tensorrt_llm.render(plan, extra),
