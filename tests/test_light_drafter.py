@@ -365,3 +365,11 @@ def test_a_shortlist_compiles_for_tensorrt(tmp_path):
     succeeds("build", "--model", "tiny", *flags, *small, "--output", tmp_path / "engine")
     config = read_config(tmp_path / "engine")
     assert config.drafter is not None and config.drafter.draft_vocab_size == 300
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"text": ' + "1" * 5000 + "}"], ids=["nested", "digits"])
+def test_a_line_to_count_that_json_cannot_hold_is_named(line, tmp_path):
+    (tmp_path / "text.jsonl").write_text(line + "\n")
+    flags = ("--draft-vocab", "300", "--draft-text", str(tmp_path / "text.jsonl"))
+    said = refusal("build", "--model", "tiny", *flags, "--output", str(tmp_path / "engine"))
+    assert "line 1 is not a JSON object with a text in one of" in said

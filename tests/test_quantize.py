@@ -281,3 +281,12 @@ def test_samples_come_from_all_of_a_text_and_none_is_used_twice(tmp_path):
     (tmp_path / "wrong.jsonl").write_text('{"text": 1}\n')
     with pytest.raises(SettingsError, match='line 1 is not a JSON object with "prompt" or "text"'):
         read_samples(tmp_path / "wrong.jsonl", codec, 1, 1, 16)
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"text": "\\ud800 a"}'], ids=["nested", "half a character"])
+def test_a_line_of_half_characters_or_without_end_is_named(line, tmp_path):
+    codec = TextCodec.load(TINY / "target", {})
+    assert codec is not None
+    (tmp_path / "text.jsonl").write_text(line + "\n")
+    with pytest.raises(SettingsError, match=r"line 1 is not a JSON object with"):
+        read_samples(tmp_path / "text.jsonl", codec, 4, 1, 64)

@@ -606,3 +606,20 @@ def test_wrong_input_is_refused_in_one_line(tmp_path):
     assert "--pack 64: is shorter than --max-seq-len 128" in refusal(
         "train", *begun, "--max-seq-len", 128, "--pack", 64
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--seed", str(2**64)], "--seed 18446744073709551616: Input should be less than 9223372036854775808"),
+        (["--rate", "1e300"], "--rate 1e+300: Input should be less than or equal to 1"),
+        (["--layers", "5000"], "--layers 5000: Input should be less than or equal to 1024"),
+        (["--block", "5000"], "--block 5000: Input should be less than or equal to 1024"),
+        (["--taps", "-1,2"], "--taps -1,2: give layers as numbers from 0: 1,9,17, or auto"),
+        (["--taps", "1,x"], "--taps 1,x: give layers as numbers from 0: 1,9,17, or auto"),
+    ],
+)
+def test_a_number_that_nothing_is_trained_with_is_refused_by_its_flag(words, says, tmp_path):
+    """It ended with a traceback once the replies were there, or was refused by another name."""
+    folders = ["--target", "nowhere", "--data", str(tmp_path / "none"), "--output", str(tmp_path / "out")]
+    assert refusal("train", *folders, *words) == f"error: {says}"

@@ -141,7 +141,7 @@ def _lines(text: Path) -> Iterator[str]:
 def _fields(text: Path, number: int, line: str) -> list[str]:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # no JSON, a number of thousands of digits, or nested without end
         row = None
     found = [row[field] for field in FIELDS if isinstance(row.get(field), str)] if isinstance(row, dict) else []
     if not found:

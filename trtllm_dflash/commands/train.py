@@ -81,6 +81,9 @@ def _layers(taps: str | None) -> tuple[int, ...] | None:
         return None
     assert taps is not None
     try:
-        return tuple(int(tap) for tap in taps.split(","))
+        layers = tuple(int(tap) for tap in taps.split(","))
     except ValueError:
-        raise SettingsError(f"--taps {taps}: give layers as numbers: 1,9,17, or auto") from None
+        layers = (-1,)
+    if min(layers) < 0:
+        raise SettingsError(f"--taps {taps}: give layers as numbers from 0: 1,9,17, or auto")
+    return layers

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from trtllm_dflash.checkpoint.hub import resolve
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.engine.config import Progress
-from trtllm_dflash.engine.directory import written_aside
+from trtllm_dflash.engine.directory import check_apart, written_aside
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.models import build_target
@@ -72,9 +72,7 @@ def quantize(
             f"{LEAST_LENGTH} besides"
         )
     samples = read_samples(settings.text, codec, settings.samples, settings.held_back, length)
-    for role, folder in folders.items():
-        if output.resolve() in (folder.resolve(), *folder.resolve().parents):
-            raise EngineError(f"{output}: holds the {role} that is read; use another --output")
+    check_apart(output, folders)
     is_ours = _is_quantized(output)
     if output.exists() and not (force and is_ours):
         hint = "use another --output, or --force to replace it" if is_ours else "remove it"

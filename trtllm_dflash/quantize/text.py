@@ -57,7 +57,8 @@ def _rows(text: Path, codec: TextCodec) -> list[Sample]:
             continue
         try:
             row = json.loads(line)
-        except ValueError:
+            json.dumps(row, ensure_ascii=False).encode()
+        except (ValueError, RecursionError):  # no JSON, half a character, or nested without end
             row = None
         if not isinstance(row, dict) or not isinstance(row.get("prompt", row.get("text")), str):
             raise SettingsError(f'--text {text}: line {number} is not a JSON object with "prompt" or "text"')

@@ -5,6 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
+from trtllm_dflash.models.decoder import Layers
+from trtllm_dflash.models.drafter import LARGEST_BLOCK
 from trtllm_dflash.models.rope import PositiveNumber
 from trtllm_dflash.runtime.request import Temperature
 
@@ -26,9 +28,9 @@ class TrainSettings(BaseModel):
     data: Path  # prompts, or token ids of prompts and replies: JSON lines
     start: Annotated[str | None, Field(alias="from")] = None  # a drafter to begin with; None: from nothing
     # The drafter's shape, which one that is there has already.
-    layers: PositiveInt | None = None  # default: 5
+    layers: Layers | None = None  # default: 5
     head: Literal["dflash", "dflash2"] | None = None  # default: dflash
-    block: Annotated[int, Field(ge=2)] | None = None  # rows: the anchor and its drafts; default: 16
+    block: Annotated[int, Field(ge=2, le=LARGEST_BLOCK)] | None = None  # rows: the anchor and its drafts; default: 16
     taps: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None = None  # default: even, z-lab's rule
     mask_token: NonNegativeInt | None = None  # default: a row of the embedding that no text uses
     # Prompts and replies.
@@ -49,14 +51,14 @@ class TrainSettings(BaseModel):
     pack: Annotated[int, Field(ge=16)] = 8192  # tokens that go through the drafter together
     packs: PositiveInt = 1  # of a step
     anchors: PositiveInt = 512  # blocks of a pack
-    rate: PositiveNumber | None = None  # default: 6e-4, and 1e-4 with --from
+    rate: Annotated[float, Field(gt=0, le=1)] | None = None  # default: 6e-4, and 1e-4 with --from
     epochs: PositiveInt = 6
     steps: PositiveInt | None = None  # instead of epochs
     hours: PositiveNumber | None = None  # of training, at most
     evaluate_every: PositiveInt | None = None  # steps; default: a twentieth of all
     save_every: PositiveInt = 500  # steps
     patience: PositiveInt = 5  # evaluations without a better one, after which training ends
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     attention: Literal["auto", "masked", "flex"] = "auto"  # see `train.mask`; auto: flex on a GPU
     device: str = "auto"
     ranks: PositiveInt = 1  # processes, a GPU each; they divide the packs of a step
