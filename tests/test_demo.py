@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.conftest import succeeds
+from tests.conftest import run, succeeds
 from trtllm_dflash import SamplingParams
 from trtllm_dflash.pairs.prompts import read_prompts
 
@@ -99,3 +99,9 @@ def test_the_histogram_is_of_all_steps(outputs, tiny):
         share = accepted.count(int(count)) / len(accepted)
         assert float(percent) == pytest.approx(100 * share, abs=0.1)
         assert len(bar) == round(40 * share)
+
+
+def test_more_tokens_than_any_reply_can_have_are_refused_before_a_server_starts():
+    result = run("demo", "--max-tokens", 2**31)
+    assert result.exit_code == 2
+    assert "'--max-tokens': 2147483648 is not in the range" in result.stderr

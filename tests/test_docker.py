@@ -156,6 +156,15 @@ def test_every_metric_of_the_dashboard_is_one_that_the_server_has():
     assert not {name for name in known if not re.search("_(sum|count)$", name)} - shown  # and every one is shown
 
 
+def test_prometheus_is_allowed_the_functions_that_the_dashboard_uses():
+    """Off by default: it answers 'function "sort_by_label" is not enabled'."""
+    assert "sort_by_label" in (DOCKER / "grafana" / "dashboard.json").read_text()
+    flags = COMPOSE["services"]["prometheus"]["command"]
+    assert "--enable-feature=promql-experimental-functions" in flags
+    # Given flags take the place of the image's own, which are these.
+    assert {"--config.file=/etc/prometheus/prometheus.yml", "--storage.tsdb.path=/prometheus"} <= set(flags)
+
+
 def test_the_dashboard_reads_from_the_provisioned_source_and_its_panels_do_not_overlap():
     dashboard = json.loads((DOCKER / "grafana" / "dashboard.json").read_text())
     (source,) = yaml.safe_load((DOCKER / "grafana" / "datasource.yaml").read_text())["datasources"]

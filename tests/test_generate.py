@@ -4,7 +4,9 @@ import json
 import logging
 import math
 import os
+import shlex
 import signal
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -236,7 +238,10 @@ def test_what_is_wrong_is_said_in_one_line(flags, says, command):
         (b'{"prompt": 7}\n', "line 1 is not a JSON object"),
         (b'{"text": "a"}\n', "line 1 is not a JSON object"),
         (b'{"prompt": "\\ud800"}\n', "not valid UTF-8"),
+        (b'{"prompt": ' + b"[" * 100_000, "line 1 is not a JSON object"),
+        (b'{"prompt": "a", "id": ' + b"1" * 5000 + b"}", "line 1 is not a JSON object"),
     ],
+    ids=lambda content: content[:30],
 )
 def test_a_file_that_holds_no_prompts_is_named_with_the_line(content, says, command, tmp_path):
     file = tmp_path / "prompts.jsonl"
@@ -248,6 +253,24 @@ def test_a_file_that_holds_no_prompts_is_named_with_the_line(content, says, comm
 
 def test_standard_input_that_is_no_text_is_refused(command):
     assert "--prompt -" in refusal(*command, "--prompt", "-", stdin=b"\x89PNG\xff\x00")
+
+
+@pytest.mark.slow
+def test_closed_standard_streams_are_no_traceback(command):
+    words = shlex.join([sys.executable, "-m", "trtllm_dflash", *map(str, command), "--max-tokens", "2", "--prompt"])
+    closed = subprocess.run(f"{words} - <&-", shell=True, capture_output=True, text=True, check=False)
+    assert (closed.returncode, closed.stderr) == (1, "error: --prompt -: standard input is closed\n")
+    silent = subprocess.run(f"{words} hello >&-", shell=True, stderr=subprocess.PIPE, text=True, check=False)
+    assert silent.returncode == 0, silent.stderr
+
+
+def test_a_reply_is_printed_where_the_terminal_lacks_its_characters(command, tmp_path):
+    (tmp_path / "prompts.txt").write_text("caf\u00e9 \U0001f600", encoding="utf-8")
+    words = [sys.executable, "-m", "trtllm_dflash", *map(str, command), "--max-tokens", "2", "--prompts"]
+    latin = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    done = subprocess.run([*words, tmp_path / "prompts.txt"], capture_output=True, check=False, env=latin)
+    assert done.returncode == 0, done.stderr
+    assert b">>> caf\xe9 \\U0001f600" in done.stdout
 
 
 def test_a_wrong_prompt_among_right_ones_stops_all_before_anything_is_printed(command, tmp_path):

@@ -252,6 +252,14 @@ def test_a_target_for_the_first_token_bounds_the_load_too(tmp_path):
     assert (limit.load, limit.missed) == (4, 5)
 
 
+def test_a_target_for_the_first_token_holds_for_replies_of_one_token_too(tmp_path):
+    one = {"max_concurrency": 4, "requests": 8, "warmup": 0}
+    (limit,) = sweep(FixedServer(responses=0), tmp_path / "ttft", slo_ttft_ms=450, **one).limits
+    assert (limit.load, limit.missed) == (4, None)
+    (limit,) = sweep(FixedServer(responses=0), tmp_path / "tps", slo_tps=1, **one).limits  # they have no speed
+    assert limit.load is None
+
+
 @pytest.mark.parametrize(
     "truth, most, found", [(5, 64, (5, 6)), (0, 64, (None, 1)), (64, 64, (64, None)), (1, 1, (1, None))]
 )
@@ -381,6 +389,29 @@ def test_a_command_is_kept_without_the_machine_s_folders():
 
 
 @pytest.mark.slow
+def test_a_command_that_is_not_utf_8_is_kept_as_a_text():
+    assert tidy_command(["sweep", "--output", "caf\udce9"]) == "trtllm-dflash sweep --output 'caf?'"
+
+
+@pytest.mark.slow
+def test_names_that_are_no_formula_and_not_utf_8_are_drawn(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": "x", "category": name}) + "\n" for name in ("$_{$", "b")))
+    dataset = read_dataset((prompts,))
+    runs = [plan_results(SweepSettings(url="a:1", label=label), dataset, gpus=None) for label in ("$_{$", "\udcff")]
+    for number, run_ in enumerate(runs):
+        columns = {"sample": [0, 1], "turn": [0, 0], "late": [0, 0], "ttft": [0.1, 0.1], "e2e": [1, 1]}
+        requests = Requests(**columns, tokens=[9, 9], prompt_tokens=[1, 1], steps=[2, 2], accepted=[6, 6])
+        of_round = {"drafted_at": [4, 4], "accepted_at": [4, 2], "requests": requests}
+        run_.rounds = [Round(arm="served", load=1, round=0, seconds=1, tokens=18, **of_round)]
+        run_.count(())
+        (tmp_path / str(number)).mkdir()
+        run_.write(tmp_path / str(number))
+    succeeds("report", tmp_path / "0", tmp_path / "1", "--output", tmp_path / "page")
+    page = (tmp_path / "page" / "report.html").read_text(encoding="utf-8")
+    assert "$_{$ and ?" in page
+
+
 def test_a_finished_sweep_is_shown_again_compared_and_drawn_over_a_plan(swept, tmp_path):
     folder, _ = swept
     text = succeeds("report", folder)
@@ -419,6 +450,13 @@ def test_a_finished_sweep_is_shown_again_compared_and_drawn_over_a_plan(swept, t
     assert "same label" in refusal("report", folder, folder)
     (other / "results.json").write_text('{"schema_version": 9}')
     assert "schema version 9" in refusal("report", other)
+
+
+def test_results_and_plans_that_are_nested_without_end_are_one_line(swept, tmp_path):
+    file = tmp_path / "file.json"
+    file.write_text("[" * 100_000)
+    assert "cannot be read as a sweep's results" in refusal("report", file)
+    assert "cannot be read as JSON" in refusal("report", swept[0], "--plan", file)
 
 
 def test_a_plan_is_drawn_with_its_best_draft_lengths(tmp_path):
@@ -531,6 +569,15 @@ def test_open_loop_in_this_process(tmp_path):
         (("--shape", "nope"), "--shape nope is not known"),
         (("--url", "a:1", "--dataset", "/nope.jsonl"), "--dataset /nope.jsonl"),
         (("--shape", "tiny", "--resume"), "--resume: there is no results.json"),
+        *(
+            (("--url", "a:1", *flags), f"{flags[-2]} inf: Input should be a finite number")
+            for flags in (
+                ("--seconds", "inf"),
+                ("--seconds", "1", "--ramp", "inf"),
+                ("--slo-ttft-ms", "inf"),
+                ("--slo-tps", "1", "--max-rate", "inf"),
+            )
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(arguments, said, tmp_path):
@@ -608,7 +655,17 @@ def test_the_shipped_prompts_are_the_default_and_a_digest_knows_their_order():
 
 
 @pytest.mark.parametrize(
-    "text, said", [("{}\n", "line 1 has no prompt"), ("x\n", "line 1 is not JSON"), ("\n", "no prompt")]
+    "text, said",
+    [
+        ("{}\n", "line 1 has no prompt"),
+        ("x\n", "line 1 is not JSON"),
+        ("\n", "no prompt"),
+        ('{"prompt": "x"}\n{"prompt": ' + "[" * 100_000, "line 2 is not JSON"),
+        ('{"prompt": "x", "id": ' + "1" * 5000 + "}\n", "line 1 is not JSON"),
+        ('{"prompt": "x", "category": "\\ud83d"}\n', "line 1 is not text: it holds half of a surrogate pair"),
+        ("[" * 100_000, "is not JSON"),
+    ],
+    ids=lambda text: text[:30],
 )
 def test_a_file_without_prompts_is_refused_by_its_line(text, said, tmp_path):
     file = tmp_path / "data.jsonl"

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from statistics import median, median_low
 
+import numpy as np
 import pytest
 
 import trtllm_dflash
@@ -190,6 +191,27 @@ def test_text_for_triton_begins_once_however_often_that_is_written(tmp_path):
     codec = TextCodec.load(tmp_path, {})
     assert codec.encode(render(messages)) == codec.encode_chat(messages)
     assert count("Hi") == len(codec.encode("Hi")) - 1  # of a reply, which begins with nothing
+
+
+def test_a_tokenizer_without_a_template_or_with_a_damaged_configuration_is_one_line(tmp_path):
+    asked = ("sweep", "--url", "127.0.0.1:9", "--tokenizer", tmp_path / "engine", "--output", tmp_path / "out")
+    shutil.copytree(SHIPPED, tmp_path / "engine")
+    for damaged in ("[1", "[]"):
+        (tmp_path / "engine" / "config.json").write_text(damaged)
+        assert "config.json" in refusal(*asked)
+    (tmp_path / "engine" / "config.json").unlink()
+    (tmp_path / "engine" / "chat_template.jinja").unlink()
+    assert f"--tokenizer {tmp_path / 'engine'}: has no chat template that takes a message" in refusal(*asked)
+
+
+def test_bytes_of_a_reply_that_make_no_character_are_shown_as_such():
+    from trtllm_dflash.sweep.triton_target import _text
+
+    class Result:
+        def as_numpy(self, name):
+            return np.array([b"caf\xe9"], object)
+
+    assert _text(Result(), "text_output") == "caf\ufffd"
 
 
 def test_a_model_that_is_not_there_is_one_line(server, tmp_path):

@@ -15,14 +15,18 @@ def read_api_key(file: Path | None, flag: str) -> str | None:
         flag: the flag that named the file, for errors.
 
     Raises:
-        SettingsError: the file cannot be read, or is empty.
+        SettingsError: the file cannot be read, or is empty, or a header cannot carry the key.
     """
     if file is None:
-        return os.environ.get(VARIABLE) or None
-    try:
-        key = file.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{flag} {file}: cannot be read: {error}") from None
-    if not key:
-        raise SettingsError(f"{flag} {file}: is empty")
-    return key
+        key, place = os.environ.get(VARIABLE, ""), VARIABLE
+    else:
+        place = f"{flag} {file}"
+        try:
+            key = file.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"{place}: cannot be read: {error}") from None
+        if not key:
+            raise SettingsError(f"{place}: is empty")
+    if not (key.isascii() and key.isprintable()):
+        raise SettingsError(f"{place}: a key is one line of printable ASCII, which a header can carry")
+    return key or None

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+from io import TextIOWrapper
 from typing import Any, NoReturn
 
 import click
@@ -69,6 +70,8 @@ class _Commands(click.Group):
 def main(context: click.Context, verbose: bool) -> None:
     """DFlash speculative decoding: the same text, several times sooner."""
     gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a reply may have more characters than a terminal's encoding
     if verbose:
         context.with_resource(logged_to_terminal())
 

@@ -133,6 +133,24 @@ def test_serve_prints_its_endpoints_once_they_answer_and_a_second_ctrl_c_ends_it
         assert not Path(at["log"]).parent.exists()
 
 
+def test_a_repository_whose_path_a_shell_would_read_otherwise_is_served(served_engine, triton, tmp_path):
+    """Triton names it to a shell without quotes."""
+    repository = make_repository(tmp_path / "my $models")
+    with serve("--engine", served_engine, "--repository", repository, "--json") as run:
+        at = json.loads(run.line())
+        assert get(at["http"], "/v2/health/ready")[0] == 200
+        run.process.send_signal(signal.SIGINT)
+        assert run.ends()[0] == 130
+        wait_until(run.leaves_nothing, "nothing of it is left")
+    assert not Path(at["log"]).parent.exists()
+    assert (repository / "echo" / "config.pbtxt").is_file()
+
+
+def test_a_temporary_folder_that_a_shell_would_read_otherwise_is_refused(served_engine, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "a b"))
+    assert "TMPDIR" in refusal("serve", "--engine", served_engine)
+
+
 def test_a_truncated_engine_is_one_line_with_the_engines_own_error(triton, served_engine, tmp_path):
     engine = shutil.copytree(served_engine, tmp_path / "engine")
     with (engine / "rank0.safetensors").open("r+b") as file:

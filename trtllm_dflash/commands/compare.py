@@ -1,14 +1,13 @@
 """`compare`: the same prompts to two servers."""
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from trtllm_dflash.api_key import VARIABLE
+from trtllm_dflash.api_key import VARIABLE, read_api_key
 from trtllm_dflash.commands.prompts import read_prompts
 from trtllm_dflash.commands.settings import flag_of, given, validated
 from trtllm_dflash.errors import SettingsError
@@ -50,7 +49,7 @@ def compare(prompts: Path | None, number: int, as_json: bool, **flags: Any) -> N
         if name in values:
             values[name] = _json_object(flag_of(name), values[name])
     values["prompts"] = tuple(read_prompts(None, prompts)) if prompts is not None else shipped_prompts(number)
-    values["api_key"] = os.environ.get(VARIABLE) or None
+    values["api_key"] = read_api_key(None, VARIABLE)
     found = run(validated(CompareSettings, values))
     if as_json:
         click.echo(json.dumps(found.as_json(), indent=2))
@@ -62,7 +61,7 @@ def compare(prompts: Path | None, number: int, as_json: bool, **flags: Any) -> N
 def _json_object(flag: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise SettingsError(f"{flag} {text}: is not a JSON object")

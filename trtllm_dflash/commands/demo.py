@@ -22,7 +22,9 @@ _GPU = "sm120"  # what the demo compiles for, where TensorRT-RTX is installed
 @click.command()
 @click.option("--model", default="tiny", help="A known pair.  [default: tiny]")
 @click.option("--prompts-per-kind", type=click.IntRange(min=1), default=6, help="Prompts of each kind.  [default: 6]")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=256, help="Most tokens a reply.  [default: 256]")
+@click.option(
+    "--max-tokens", type=click.IntRange(1, 2**31 - 1), default=256, help="Most tokens a reply.  [default: 256]"
+)
 @click.option("--device", default="auto", help="cpu, cuda or auto.  [default: auto]")
 @kernels_option
 @draft_tree_option

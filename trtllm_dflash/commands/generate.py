@@ -100,8 +100,8 @@ def _as_chat(text: str, system: str | None) -> list[dict[str, str]]:
 def _stream(llm: "LLM", prompt: "Prompt", params: "SamplingParams", draft: bool) -> None:
     completion = None
     for chunk in llm.stream(prompt, params, draft):
+        # echo flushes, so that each chunk is seen at once
         click.echo(chunk.text if llm.codec else "".join(f"{token} " for token in chunk.token_ids), nl=False)
-        sys.stdout.flush()
         completion = chunk.completion
     assert completion is not None
     rate = len(completion.token_ids) / completion.seconds

@@ -33,6 +33,8 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
 
 
 def _read_standard_input() -> str:
+    if sys.stdin is None:
+        raise SettingsError("--prompt -: standard input is closed")
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
@@ -44,7 +46,7 @@ def _read_prompt_line(file: Path, number: int, line: str) -> str:
         return line
     try:
         text = json.loads(line)["prompt"]
-    except (json.JSONDecodeError, KeyError):
+    except (ValueError, KeyError, RecursionError):  # the last of what is nested without end
         text = None
     if not isinstance(text, str):
         raise SettingsError(f'--prompts {file}: line {number} is not a JSON object with a text "prompt"')

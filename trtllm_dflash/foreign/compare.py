@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.pairs.prompts import PROMPTS
+from trtllm_dflash.sweep.openai_errors import OTHER_FORM, error_text, refusal
 from trtllm_dflash.sweep.runtime_metrics import SETTLE_SECONDS, Drafts, Reading, drafts_of_reply, read_metrics
 
 #: Log-probabilities (natural) that two tokens may be apart where two servers chose differently: two steps of BF16 for a
@@ -31,7 +32,7 @@ _TOP = 5  # alternatives asked for at each token
 class CompareSettings(BaseModel):
     """Settings of `compare`; each field but the bodies is a flag."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     a: str
     b: str
@@ -46,7 +47,7 @@ class CompareSettings(BaseModel):
     metrics_a: str | None = None
     metrics_b: str | None = None
     api_key: str | None = None
-    timeout: PositiveFloat = 300.0  # seconds for a reply
+    timeout: Annotated[float, Field(gt=0, le=1e6)] = 300.0  # seconds for a reply
 
 
 @dataclass(frozen=True)
@@ -330,6 +331,9 @@ class _Client:
             self.side.offers_logprobs = False
             self.ask(prompt)
             return
+        except OTHER_FORM as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise EngineError(f"{self._flag}: the reply is not of OpenAI's form: {reason}") from None
         if not self.side.replies and not reply.tokens:
             self.side.offers_logprobs = False  # left out, without a word
         self.side.replies.append(reply)
@@ -372,7 +376,7 @@ class _Client:
         path = "/v1/chat/completions" if self._settings.chat else "/v1/completions"
         for event in self._events(path, body):
             if event.get("error"):
-                raise _Refused(_message(event))
+                raise _Refused(error_text(event))
             usage = event.get("usage") or usage
             last = {**last, **{name: event[name] for name in ("sglext", "usage") if event.get(name)}}
             for choice in event.get("choices") or ():
@@ -394,7 +398,7 @@ class _Client:
         answer = b"".join(self._call("GET", "/v1/models", None))
         try:
             names = [str(model["id"]) for model in json.loads(answer)["data"]]
-        except (ValueError, KeyError, TypeError):
+        except OTHER_FORM:
             raise EngineError(f"{self._flag}: /v1/models is not OpenAI's list of models") from None
         if len(names) != 1:
             raise SettingsError(f"--model-{name}: say which; the server has: {', '.join(names) or 'none'}")
@@ -403,11 +407,7 @@ class _Client:
     def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         for line in self._call("POST", path, json.dumps(body)):
             if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
-                try:
-                    event = json.loads(line[5:])
-                except ValueError:
-                    raise EngineError(f"{self._flag}: a server-sent event is not JSON") from None
-                yield event
+                yield json.loads(line[5:])
 
     def _call(self, method: str, path: str, body: str | None) -> Iterator[bytes]:
         """Sends a request; yields the response's lines as they arrive."""
@@ -420,8 +420,10 @@ class _Client:
         try:
             connection.request(method, parts.path + path, body, headers)
             response = connection.getresponse()
-            if response.status != 200:
-                raise _Refused(_message_of(response.status, response.read()))
+            # Some servers and proxies send errors as 200; they are no stream of events.
+            document = method == "POST" and response.headers.get_content_type() == "application/json"
+            if response.status != 200 or document:
+                raise _Refused(refusal(response.status, response.read()))
             yield from response
         except _Refused as refused:
             if method == "GET":
@@ -469,20 +471,6 @@ def _tokens(logprobs: Any) -> list[Token]:
     return [Token(text, float(logprob or 0.0), top or {}) for text, logprob, top in rows]
 
 
-def _message(body: Mapping[str, Any]) -> str:
-    error = body.get("error", body)
-    return str(error.get("message", error) if isinstance(error, dict) else error)
-
-
-def _message_of(status: int, content: bytes) -> str:
-    try:
-        body = json.loads(content)
-        text = _message(body if isinstance(body, dict) else {"error": body})
-    except ValueError:
-        text = " ".join(content.decode(errors="replace").split())[:200]
-    return f"HTTP {status}: {text}"
-
-
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
@@ -495,6 +483,6 @@ def _is_address(url: str) -> bool:
     """Whether that is the address of a server that HTTP reaches."""
     try:
         parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        return url.isascii() and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # of a port that is none, and of half an IPv6 address
         return False

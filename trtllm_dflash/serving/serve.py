@@ -1,6 +1,8 @@
 """`serve`: an engine behind Triton and, with an OpenAI port, the gateway, until one of them ends."""
 
+import shlex
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -83,20 +85,25 @@ def serving(
         SettingsError: a port is taken, a setting wrong.
     """
     config = read_config(engine)
+    _check_temporary()
     endpoints = endpoints.chosen()
     gate = Gate()
     app = None
     if endpoints.openai_port is not None:
         app = _gateway_app(engine, endpoints, api_key, settings.deadline_seconds, gate)
     with ExitStack() as stack:
-        if repository is None:
-            claim = Claim()
-            stack.callback(claim.release)
-            repository = claim.folder / "repository"
-            deploy(engine, repository, settings)
-        else:
+        if repository is not None:
             _check_repository(repository, engine)
-        server = Server(repository, endpoints, config.tp, log, progress, drain_seconds=drain_seconds)
+        claim = Claim()
+        stack.callback(claim.release)
+        served = claim.folder / "repository"
+        if repository is None:
+            deploy(engine, served, settings)
+        else:
+            # Its own path may be one that Triton's shell reads otherwise, as below.
+            served.symlink_to(repository.absolute())
+            stack.callback(served.unlink)
+        server = Server(served, endpoints, config.tp, log, progress, drain_seconds=drain_seconds)
         stack.enter_context(server)
         gateway = stack.enter_context(GatewayThread(app, endpoints)) if app is not None else None
         try:
@@ -110,6 +117,13 @@ def serving(
                 server.drain()
             finally:
                 gate.shut()
+
+
+def _check_temporary() -> None:
+    """Refuses temporary folders that Triton, which names its backends' to a shell without quotes, would not find."""
+    place = tempfile.gettempdir()
+    if shlex.quote(place) != place:
+        raise SettingsError(f"TMPDIR {place}: Triton's shell reads it otherwise; name a folder without spaces or signs")
 
 
 def _check_repository(repository: Path, engine: Path) -> None:

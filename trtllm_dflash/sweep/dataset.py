@@ -102,13 +102,11 @@ def _read_file(file: Path) -> list[Sample]:
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"--dataset {file}: cannot be read: {error}") from None
     if text.lstrip().startswith("["):
-        try:
-            rows = list(enumerate(json.loads(text), start=1))
-        except json.JSONDecodeError as error:
-            raise SettingsError(f"--dataset {file}: not JSON: {error}") from None
+        rows = list(enumerate(_parse(f"--dataset {file}", text), start=1))
     else:
         # Not splitlines: it also splits at U+2028 and the like, which stand as they are inside JSON.
-        rows = [(number, _parse(file, number, line)) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+        lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+        rows = [(number, _parse(f"--dataset {file}: line {number}", line)) for number, line in lines]
     samples = []
     for number, row in rows:
         sample = _sample(row) if isinstance(row, dict) else None
@@ -121,11 +119,15 @@ def _read_file(file: Path) -> list[Sample]:
     return samples
 
 
-def _parse(file: Path, number: int, line: str) -> Any:
+def _parse(place: str, text: str) -> Any:
     try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise SettingsError(f"--dataset {file}: line {number} is not JSON: {error}") from None
+        document = json.loads(text)
+        json.dumps(document, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise SettingsError(f"{place} is not text: it holds half of a surrogate pair") from None
+    except (ValueError, RecursionError) as error:  # the latter of what is nested without end
+        raise SettingsError(f"{place} is not JSON: {error}") from None
+    return document
 
 
 def _sample(row: dict[str, Any]) -> Sample | None:

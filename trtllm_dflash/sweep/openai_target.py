@@ -10,6 +10,7 @@ from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.serving.client import UnavailableError
 from trtllm_dflash.sweep.load import Arm, Reply, Request, Target
+from trtllm_dflash.sweep.openai_errors import OTHER_FORM, error_text, refusal
 from trtllm_dflash.sweep.runtime_metrics import Reading, drafts_of_reply, find_metrics, read_metrics
 
 
@@ -51,14 +52,14 @@ class OpenAITarget(Target):
     async def check(self, arms: tuple[Arm, ...], params: SamplingParams) -> None:
         try:
             async with self._http.get(f"{self._url}/models", timeout=aiohttp.ClientTimeout(total=10)) as answer:
-                status, body = answer.status, await answer.text()
+                status, body = answer.status, await answer.read()
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             raise UnavailableError(f"{self._name}: no OpenAI API answers there: {error or 'timeout'}") from None
         if status != 200:
-            raise UnavailableError(f"{self._name}: {_refusal(status, body)}")
+            raise UnavailableError(f"{self._name}: {refusal(status, body)}")
         try:
-            names = [model["id"] for model in json.loads(body)["data"]]
-        except (ValueError, KeyError, TypeError):
+            names = [str(model["id"]) for model in json.loads(body)["data"]]
+        except OTHER_FORM:
             raise UnavailableError(f"{self._name}: /models is not OpenAI's list of models") from None
         if self._model is None and len(names) != 1:
             raise SettingsError(f"--model: say which; {self._name} has: {', '.join(names) or 'none'}")
@@ -75,12 +76,15 @@ class OpenAITarget(Target):
         reply = Reply()
         try:
             async with self._http.post(f"{self._url}/chat/completions", json=self._body(request)) as answer:
-                if answer.status != 200:
-                    reply.error = _refusal(answer.status, await answer.text())
+                # Some servers and proxies send errors as 200; they are no stream of events.
+                if answer.status != 200 or answer.content_type == "application/json":
+                    reply.error = refusal(answer.status, await answer.read())
                     return reply
                 await _read_events(reply, answer)
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (aiohttp.ClientError, OSError) as error:
             reply.error = f"{type(error).__name__}: {error}"
+        except OTHER_FORM as error:
+            reply.error = f"the reply is not of OpenAI's form: {type(error).__name__}: {error}"
         return reply
 
     def _body(self, request: Request) -> dict[str, Any]:
@@ -121,8 +125,7 @@ async def _read_events(reply: Reply, answer: aiohttp.ClientResponse) -> None:
             continue
         event = json.loads(data)
         if event.get("error"):
-            error = event["error"]
-            reply.error = str(error.get("message", error) if isinstance(error, dict) else error)
+            reply.error = error_text(event)
             return
         usage = event.get("usage") or usage
         details = event.get("sglext") or details
@@ -137,7 +140,7 @@ async def _read_events(reply: Reply, answer: aiohttp.ClientResponse) -> None:
         reply.error = "the stream ended before [DONE]"
     elif not reply.times:
         reply.error = "the reply has no text"
-    elif usage is None or not usage.get("completion_tokens"):
+    elif usage is None or not int(usage.get("completion_tokens") or 0) > 0:
         reply.error = "the server does not count tokens (stream_options.include_usage)"
     else:
         _count(reply, usage)
@@ -146,7 +149,8 @@ async def _read_events(reply: Reply, answer: aiohttp.ClientResponse) -> None:
 
 def _count(reply: Reply, usage: dict[str, Any]) -> None:
     reply.tokens = int(usage["completion_tokens"])
-    reply.prompt_tokens = usage.get("prompt_tokens")
+    prompt = usage.get("prompt_tokens")
+    reply.prompt_tokens = None if prompt is None else int(prompt)
     details = usage.get("completion_tokens_details") or {}
     accepted, rejected = details.get("accepted_prediction_tokens"), details.get("rejected_prediction_tokens")
     if accepted is not None and rejected is not None and accepted + rejected:
@@ -161,12 +165,3 @@ def _count_details(reply: Reply, details: dict[str, Any]) -> None:
     if drafts is not None:
         reply.drafted, reply.accepted, reply.steps = map(round, (drafts.drafted, drafts.accepted, drafts.steps))
         reply.drafted_at, reply.accepted_at = drafts.by_position()
-
-
-def _refusal(status: int, body: str) -> str:
-    try:
-        error = json.loads(body)["error"]
-        text = error["message"] if isinstance(error, dict) else str(error)
-    except (ValueError, KeyError, TypeError):
-        text = " ".join(body.split())[:200]
-    return f"HTTP {status}: {text}"

@@ -73,10 +73,10 @@ def plot_pareto(runs: list[Results], file: Path, plan: Sequence[Predicted] = ())
         for turn, arm in enumerate(run.arms):
             points = [point for point in run.points if point.arm == arm and point.tokens_per_second_per_user]
             said = "" if run.arms == ["served"] else _NAMES.get(arm, arm)
-            name = said if len(runs) == 1 else f"{run.label} {said}".strip()
+            name = said if len(runs) == 1 else _plain(f"{run.label} {said}".strip())
             if run.imposed_acceptance and arm != "plain":
                 name += f" (imposed acceptance {run.imposed_acceptance['tokens_per_step']:g})"
-            style = {"color": colors[arm], "linestyle": _STYLES[number % 4], "label": name or run.label}
+            style = {"color": colors[arm], "linestyle": _STYLES[number % 4], "label": name or _plain(run.label)}
             _curve(axes, points, per_gpu, _marker(runs, number, turn), style)
             unit = "" if run.load_unit == "clients" else "/s"
             places = [_place(point, per_gpu) for point in points]
@@ -297,9 +297,8 @@ def _category_bars(axes: Any, bars: list[tuple[Results, Point]], one_run: bool) 
         label = _load_label(run, point, one_run)
         heights = [point.acceptance_length_by_category.get(name, 0.0) for name in names]
         axes.bar(places, heights, width, label=label, color=f"C{number}")
-    axes.set_xticks(
-        range(len(names)), names, rotation=30 if len(names) > 5 else 0, ha="right" if len(names) > 5 else "center"
-    )
+    turned = {"rotation": 30, "ha": "right"} if len(names) > 5 else {}
+    axes.set_xticks(range(len(names)), list(map(_plain, names)), **turned)
     axes.set_xlabel("category of the prompt")
     axes.set_ylabel("acceptance length (tokens a decoding step)")
     axes.grid(alpha=0.3, axis="y")
@@ -329,11 +328,17 @@ def _rank_bars(axes: Any, ranked: list[_Ranked]) -> None:
 
 def _load_label(run: Results, point: Point, one_run: bool) -> str:
     unit = "client" if (point.load, run.load_unit) == (1, "clients") else run.load_unit
-    return f"{point.load:g} {unit}" if one_run else f"{run.label}, {point.load:g} {unit}"
+    return f"{point.load:g} {unit}" if one_run else f"{_plain(run.label)}, {point.load:g} {unit}"
 
 
 def _title(runs: list[Results]) -> str:
-    return runs[0].label + f"\n{runs[0].device}" if len(runs) == 1 else " and ".join(run.label for run in runs)
+    names = [_plain(run.label) for run in runs]
+    return f"{names[0]}\n{runs[0].device}" if len(runs) == 1 else " and ".join(names)
+
+
+def _plain(name: str) -> str:
+    """Escapes what matplotlib would read as a formula."""
+    return name.replace("$", r"\$")
 
 
 def _figure(columns: int = 1) -> tuple[Any, Any]:

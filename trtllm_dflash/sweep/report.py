@@ -62,7 +62,7 @@ def read_plan(file: Path) -> list[Predicted]:
         plan = _Plan.model_validate(document)
     except ValidationError as error:
         raise SettingsError(f"--plan {file}: {first_problem(error)}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"--plan {file}: cannot be read as JSON: {error}") from None
     found: dict[str, list[tuple[int, float, float]]] = {}
     for point in plan.points:

@@ -146,7 +146,7 @@ def read_results(place: Path) -> Results:
     file = place / FILE if place.is_dir() else place
     try:
         document = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"{file}: cannot be read as a sweep's results: {error}") from None
     version = document.get("schema_version") if isinstance(document, dict) else None
     if version != SCHEMA_VERSION:

@@ -5,6 +5,7 @@ managers/tokenizer_manager.py (0.5.23), and the iteration statistics of TensorRT
 `enable_iter_perf_stats: true`).
 """
 
+import http.client
 import json
 import re
 import urllib.request
@@ -18,6 +19,7 @@ Server = Literal["trtllm-dflash", "vllm", "sglang", "tensorrt-llm"]
 
 _LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+([-+.\dA-Za-z]+)")
 _POSITION = re.compile(r'position="(\d+)"')
+_RANK = re.compile(r'rank="(\d+)"')
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 #: After which a page holds the last reply: ours is published about once a second.
 SETTLE_SECONDS = 1.5
@@ -133,7 +135,12 @@ def read_metrics(url: str, timeout: float = 10.0) -> Reading:
             text = answer.read().decode(errors="replace")
     except (OSError, ValueError) as error:
         raise EngineError(f"{url}: cannot be read: {error}") from None
-    return replace(parse_metrics(text), url=url)
+    except http.client.HTTPException as error:  # of a gRPC port, or of a page that is cut off
+        raise EngineError(f"{url}: cannot be read as HTTP: {type(error).__name__}") from None
+    try:
+        return replace(parse_metrics(text), url=url)
+    except EngineError as error:
+        raise EngineError(f"{url}: {error}") from None
 
 
 def find_metrics(url: str | None, api: str | None = None) -> Reading | None:
@@ -199,9 +206,8 @@ def parse_metrics(text: str) -> Reading:
             means.append(value)
         elif name == "dflash_kernels_info":
             computes = dict(_LABEL.findall(labels))
-        elif name == "dflash_accepted_nodes":
-            rank = int(dict(_LABEL.findall(labels))["rank"])
-            by_rank[rank] = by_rank.get(rank, 0.0) + value
+        elif name == "dflash_accepted_nodes" and (its := _RANK.search(labels)) is not None:
+            by_rank[int(its[1])] = by_rank.get(int(its[1]), 0.0) + value
         elif position is not None and name == "dflash_drafted_tokens":
             tried[int(position[1])] = tried.get(int(position[1]), 0.0) + value
     mean = sum(means) / len(means) if means else None
@@ -228,17 +234,17 @@ def _parse_iterations(text: str) -> Reading:
     """Parses TensorRT-LLM's iteration statistics: each is reported once, so these are those since the last reading."""
     try:
         entries = [json.loads(entry) if isinstance(entry, str) else entry for entry in json.loads(text)]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise EngineError(f"the metrics are not valid JSON: {error}") from None
     total, drafts = Drafts(), False
     for entry in entries:
         found = entry.get("specDecodingStats") if isinstance(entry, dict) else None
-        if found:
+        if isinstance(found, dict) and found:
             drafts = True
             total += Drafts(
-                float(found.get("numRequestsWithDraftTokens", 0)),
-                float(found.get("numDraftTokens", 0)),
-                float(found.get("numAcceptedTokens", 0)),
+                float(found.get("numRequestsWithDraftTokens") or 0),
+                float(found.get("numDraftTokens") or 0),
+                float(found.get("numAcceptedTokens") or 0),
             )
     return Reading("tensorrt-llm", total if drafts else None)
 

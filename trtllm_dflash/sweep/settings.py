@@ -74,7 +74,7 @@ Arms = Annotated[dict[str, str | None], BeforeValidator(_arms)]  # each with its
 class SweepSettings(BaseModel):
     """Settings of `sweep`; each field is a flag, None where it was not given."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     # The server or engine to measure.
     url: str | None = None

@@ -32,7 +32,7 @@ def plan_results(settings: SweepSettings, dataset: Dataset, **about: Any) -> Res
     """
     params = settings.params
     asked: dict[str, Any] = {
-        "target": _target_name(settings),
+        "target": _writable(_target_name(settings)),
         "arms": list(settings.arms),
         "arrival": (settings.arrival or "poisson") if settings.open_loop else None,
         "requests": settings.requests,
@@ -51,10 +51,10 @@ def plan_results(settings: SweepSettings, dataset: Dataset, **about: Any) -> Res
     target |= {"tokens_per_second_per_user": settings.slo_tps} if settings.slo_tps else {}
     target |= {"ttft_seconds": settings.slo_ttft_ms / 1e3} if settings.slo_ttft_ms else {}
     return Results(
-        label=settings.label or (", ".join(settings.servers) or asked["target"]),
+        label=_writable(settings.label or (", ".join(settings.servers) or asked["target"])),
         versions=versions(),
         command=tidy_command(sys.argv[1:]),
-        dataset={"name": dataset.name, "samples": len(dataset.samples), "sha256": dataset.digest},
+        dataset={"name": _writable(dataset.name), "samples": len(dataset.samples), "sha256": dataset.digest},
         asked=asked,
         load_unit="requests/s" if settings.open_loop else "clients",
         warnings=warnings,
@@ -78,7 +78,12 @@ def tidy_command(arguments: list[str]) -> str:
     for argument in arguments:
         flag, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
         shown.append(flag + equals + (Path(value).name if Path(value).is_absolute() else value))
-    return shlex.join(["trtllm-dflash", *shown])
+    return _writable(shlex.join(["trtllm-dflash", *shown]))
+
+
+def _writable(text: str) -> str:
+    """Replaces bytes of names that are not UTF-8, which no report could hold."""
+    return text.encode(errors="replace").decode()
 
 
 def open_results(fresh: Results, folder: Path, resume: bool, force: bool) -> Results:
@@ -266,10 +271,11 @@ def _count(round_: Round, before: Reading, after: Reading) -> None:
 
 def meets_target(point: Point, settings: SweepSettings) -> bool:
     """Whether a point keeps what `--slo-tps` and `--slo-ttft-ms` ask, without an error."""
-    if point.errors or point.ttft is None or point.tpot is None:
+    if point.errors or point.ttft is None:
         return False
     percentile = settings.slo_percentile
-    fast = settings.slo_tps is None or point.tpot.at(percentile) * settings.slo_tps <= 1
+    # Replies of one token have no speed.
+    fast = settings.slo_tps is None or (point.tpot is not None and point.tpot.at(percentile) * settings.slo_tps <= 1)
     return fast and (settings.slo_ttft_ms is None or point.ttft.at(percentile) * 1e3 <= settings.slo_ttft_ms)
 
 

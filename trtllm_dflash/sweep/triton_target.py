@@ -1,7 +1,6 @@
 """A Triton server, through its text-in, text-out model and gRPC streams: ours, or TensorRT-LLM's of the same names."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ from tritonclient.grpc import InferRequestedOutput, InferResult
 from tritonclient.grpc.aio import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.checkpoint.folder import read_json
+from trtllm_dflash.errors import RequestError, SettingsError
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.serving.client import UnavailableError
 from trtllm_dflash.sweep.dataset import Message
@@ -42,15 +42,22 @@ def chat_text(folder: Path | None) -> tuple[Render, Count | None]:
     Without a folder a prompt is sent as it is, and the server counts: for datasets of single turns.
 
     Raises:
-        SettingsError: there is no tokenizer.
+        CheckpointError: the folder's config.json cannot be read.
+        SettingsError: there is no tokenizer, or no chat template.
     """
     if folder is None:
         return lambda messages: messages[-1]["content"], None
     config = folder / "config.json"
-    arguments = json.loads(config.read_text()).get("chat_arguments", {}) if config.is_file() else {}
+    arguments = read_json(config).get("chat_arguments", {}) if config.is_file() else {}
     codec = TextCodec.load(folder, arguments)
     if codec is None:
         raise SettingsError(f"--tokenizer {folder}: there is no tokenizer.json")
+    try:
+        codec.chat_text([{"role": "user", "content": "x"}])
+    except RequestError:
+        raise SettingsError(
+            f"--tokenizer {folder}: has no chat template that takes a message; without --tokenizer prompts are sent raw"
+        ) from None
     tokenizer = codec.backend
     plain = tokenizer.encode("x", add_special_tokens=False).ids
     # The server's tokenizer adds these to any text, and many templates write them out: once is enough.
@@ -101,7 +108,7 @@ class TritonTarget(Target):
             raise UnavailableError(f"{self._name}: no Triton server answers there: {reason}") from None
         self._known = frozenset(tensor.name for tensor in (*about.inputs, *about.outputs))
         if "text_input" not in self._known:
-            raise SettingsError(f"--model {self._model}: it has no text_input; name the ensemble, or tensorrt_llm_bls")
+            raise SettingsError(f"--model {self._model}: it takes no text (text_input); name the ensemble")
         if arms != ("served",) and "draft" not in self._known:
             raise SettingsError(f"--compare: the model {self._model!r} has no input `draft`; leave --compare out")
         if params.ignore_eos and "ignore_eos" not in self._known:
@@ -231,4 +238,4 @@ def _number(result: InferResult, name: str) -> int | None:
 
 def _text(result: InferResult, name: str) -> str:
     value = result.as_numpy(name)
-    return "" if value is None or not value.size else str(value.reshape(-1)[0].decode())
+    return "" if value is None or not value.size else str(value.reshape(-1)[0].decode(errors="replace"))
