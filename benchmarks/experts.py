@@ -12,7 +12,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -47,8 +47,8 @@ class Shape:
     @property
     def layer(self) -> MoELayer:
         """With no more to its name."""
-        layer = MoELayer("", self.experts, 0, self.experts, self.top_k, True, self.clamp, self.scores)
-        return replace(layer, has_shared=self.has_shared)
+        told = self.top_k, True, self.clamp, self.scores
+        return MoELayer("", self.experts, 0, self.experts, *told, has_shared=self.has_shared)
 
     @property
     def stack(self) -> int:

@@ -2,13 +2,13 @@
 
 import asyncio
 import json
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
 from tests.conftest import refusal
+from tests.http_servers import listening
 from trtllm_dflash import SamplingParams
 from trtllm_dflash.errors import DFlashError, EngineError
 from trtllm_dflash.foreign.compare import CompareSettings, compare
@@ -41,15 +41,8 @@ def answering(content, kind=JSON, status=200, models=MODELS, length=None):
             self.end_headers()
             self.wfile.write(body)
 
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever, args=(0.02,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listening.server_port}"
-    finally:
-        listening.shutdown()
-        thread.join()
-        listening.server_close()
+    with listening(Handler) as url:
+        yield url
 
 
 def swept(url):

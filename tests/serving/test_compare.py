@@ -3,13 +3,13 @@ on demand what a real one says rarely."""
 
 import json
 import shutil
-import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
 from tests.conftest import TINY, refusal, run
+from tests.http_servers import listening
 from tests.serving.conftest import ANYWHERE
 from tests.serving.test_gateway import gateway
 from trtllm_dflash import LLM, SamplingParams
@@ -177,15 +177,8 @@ def saying(tokens, finish="stop", logprobs=True, metrics="", models=("model",)):
             self.end_headers()
             self.wfile.write(content)
 
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever, args=(0.02,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listening.server_port}", asked
-    finally:
-        listening.shutdown()
-        thread.join()
-        listening.server_close()
+    with listening(Handler) as url:
+        yield url, asked
 
 
 THE: tuple[str, float, dict[str, float]] = ("The", -0.1, {})

@@ -54,7 +54,7 @@ def open_pair(target: Path, drafter: Path | None = None) -> Pair:
     weights = build_target(config).weights()
     keys = checkpoint_names(weights, folder.tensors)
     # Some exports of tied embeddings save the table a second time as the head.
-    ignored = ["lm_head.weight"] if config.tied_embeddings else []
+    ignored = [_HEAD] if config.tied_embeddings else []
     quantized, precision = check_tensors(folder, weights, [*ignored, *beside_text(config)], keys)
     if config.tied_embeddings:
         _check_tied(folder, keys.get(_TABLE, _TABLE))

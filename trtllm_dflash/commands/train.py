@@ -83,7 +83,7 @@ def _layers(taps: str | None) -> tuple[int, ...] | None:
     try:
         layers = tuple(int(tap) for tap in taps.split(","))
     except ValueError:
-        layers = (-1,)
-    if min(layers) < 0:
+        layers = ()
+    if not layers or min(layers) < 0:
         raise SettingsError(f"--taps {taps}: give layers as numbers from 0: 1,9,17, or auto")
     return layers

@@ -15,6 +15,7 @@ from trtllm_dflash.foreign.shapes import (
     DrafterFacts,
     ModelShape,
     find_folder,
+    names_folder,
     published_drafter,
     published_target,
     read_drafter,
@@ -238,8 +239,7 @@ def plan(settings: LaunchSettings, available: Available, kept: Kept = as_shaped)
     max_batch = settings.max_batch or (UNPLANNED_BATCH if room is None else _fitting(room))
     _check_room(settings, gpu, room, max_batch, max_seq_len)
     family = shape.family if shape is not None else entry.family if entry is not None else ""
-    folder = find_folder(target)
-    given = str(folder) if folder is not None and _is_local(target) else target
+    given = _as_given(target)
     return Plan(
         settings=settings,
         name=entry.name if entry is not None else Path(given).name,
@@ -321,13 +321,9 @@ def _shapes(
     return shape, DrafterFacts(entry.block_size, published_drafter(entry.name))
 
 
-def _is_local(name: str) -> bool:
-    return name.startswith(("package:", ".", "~", "/")) or name.count("/") > 1 or Path(name).is_dir()
-
-
 def _as_given(name: str) -> str:
     """Makes a folder's path absolute; leaves a Hugging Face name as it is."""
-    return str(find_folder(name)) if _is_local(name) else name
+    return str(find_folder(name)) if names_folder(name) else name
 
 
 # -- limits ----------------------------------------------------------------------------------------------------------

@@ -187,13 +187,18 @@ def counted_bytes(raw: Mapping[str, Any]) -> int:
     return sum(prod(part.shape) * (_BF16 if part.content is Content.NUMBERS else 1) for part in parts.values())
 
 
+def names_folder(name: str) -> bool:
+    """Whether a checkpoint's name is a folder's path, on this machine or in the package, and not Hugging Face's."""
+    return name.startswith((PACKAGE, ".", "~", "/")) or Path(name).is_dir() or name.count("/") > 1
+
+
 def find_folder(name: str) -> Path | None:
     """Finds a checkpoint on this machine: a folder, the package's, or the Hugging Face cache's. Downloads nothing.
 
     Raises:
         CheckpointError: it is a path, and there is no such folder.
     """
-    if name.startswith((PACKAGE, ".", "~", "/")) or Path(name).is_dir() or name.count("/") > 1:
+    if names_folder(name):
         return Path(os.path.abspath(resolve(name)))  # without any ..
     try:
         folder = Path(snapshot_download(name, allow_patterns=["*.json"], local_files_only=True))
