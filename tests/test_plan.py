@@ -22,9 +22,6 @@ from trtllm_dflash.cost.memory import cache_bytes, check_fits, pages_on_gpu, pla
 from trtllm_dflash.cost.prediction import (
     ERROR_BOUND,
     FP8_CACHE_ERROR_BOUND,
-    FP8_DRAFTER_ERROR_BOUND,
-    H100_ERROR_BOUND,
-    MANY_EXPERTS_ERROR_BOUND,
     MIXTURE_ERROR_BOUND,
     predict_step,
     rows_at_once,
@@ -54,22 +51,34 @@ def config(name="gpt-oss-120b", **settings):
 
 #: Records, how far off their steps may be predicted as it is said, and at most.
 RECORDS = {
-    "step-qwen3-8b-h200": (ERROR_BOUND, 0.05),
-    "step-qwen3-8b-light-h200": (FP8_DRAFTER_ERROR_BOUND, 0.08),
-    "step-qwen3-8b-fp8-caches-h200": (FP8_CACHE_ERROR_BOUND, 0.13),
-    "steps-h100/since-qwen3-8b": (H100_ERROR_BOUND, 0.07),
-    "router-h100/since-gpt-oss-20b": (MIXTURE_ERROR_BOUND, 0.06),
+    "steps-h200/qwen3-8b": (ERROR_BOUND, 0.05),
+    "steps-h200/qwen3.5-27b": (ERROR_BOUND, 0.05),
+    "steps-h200/gpt-oss-20b": (MIXTURE_ERROR_BOUND, 0.06),
+    "steps-h200/gpt-oss-120b": (MIXTURE_ERROR_BOUND, 0.06),
+    "steps-h200/qwen3-coder-30b-a3b": (MIXTURE_ERROR_BOUND, 0.06),
+    "steps-h200/qwen3.5-35b-a3b": (MIXTURE_ERROR_BOUND, 0.06),
+    "steps-h200/qwen3-coder-next-fp8": (MIXTURE_ERROR_BOUND, 0.06),
+    "steps-h100/since-qwen3-8b": (ERROR_BOUND, 0.05),
+    "steps-h100/any-width-since-qwen3-4b": (ERROR_BOUND, 0.05),
+    "steps-h100/any-width-since-qwen3.5-27b": (ERROR_BOUND, 0.05),
+    "steps-h100/any-width-since-gpt-oss-20b": (MIXTURE_ERROR_BOUND, 0.06),
+    "steps-h100/divided-windows-gpt-oss-20b": (MIXTURE_ERROR_BOUND, 0.06),
+    "steps-h100/any-width-since-qwen3.5-35b-a3b": (MIXTURE_ERROR_BOUND, 0.06),
+    "steps-h100/since-shared-groups-qwen3-coder-next-fp8": (MIXTURE_ERROR_BOUND, 0.06),
+    "router-h100/since-qwen3-coder-30b-a3b": (MIXTURE_ERROR_BOUND, 0.06),
     "step-gpt-oss-120b-h100": (MIXTURE_ERROR_BOUND, 0.06),
-    "step-gpt-oss-20b-interleaved-h200": (MIXTURE_ERROR_BOUND, 0.06),
-    "step-qwen3-coder-30b-a3b-h200": (MIXTURE_ERROR_BOUND, 0.06),
-    "router-h100/since-qwen3-coder-30b-a3b": (MANY_EXPERTS_ERROR_BOUND, 0.16),
-    "router-h100/since-qwen3.5-35b-a3b": (MANY_EXPERTS_ERROR_BOUND, 0.16),
-    "steps-h100/since-qwen3-coder-next": (MANY_EXPERTS_ERROR_BOUND, 0.16),
-    "step-minimax-m2.5-fp8-h100": (MANY_EXPERTS_ERROR_BOUND, 0.16),
-    "steps-h100/since-shared-groups-qwen3-coder-next-fp8": (MANY_EXPERTS_ERROR_BOUND, 0.16),
+    "step-minimax-m2.5-fp8-h100": (MIXTURE_ERROR_BOUND, 0.06),
+    "step-qwen3-8b-light-h200": (ERROR_BOUND, 0.05),
+    "step-qwen3-8b-fp8-caches-h200": (FP8_CACHE_ERROR_BOUND, 0.08),
 }
-#: Of steps that were slower then by more than the bound: norm and router were two kernels.
-BEFORE_ROUTERS = {"step-gpt-oss-20b-interleaved-h200": {("plain", 1, 1), ("context only", 1, 1)}}
+#: Timed when products of 17 to 128 rows took longer: such steps are not what is predicted.
+BEFORE_PRODUCTS_OF_ANY_WIDTH = {
+    "steps-h100/since-qwen3-8b",
+    "router-h100/since-qwen3-coder-30b-a3b",
+    "steps-h100/divided-windows-gpt-oss-20b",
+    "step-gpt-oss-120b-h100",
+    "step-qwen3-8b-light-h200",
+}
 DRAFTING = {"plain": Drafting.OFF, "context only": Drafting.CONTEXT, "drafted": Drafting.BLOCK}
 
 
@@ -102,9 +111,10 @@ def test_predicted_steps_are_within_the_stated_bound_of_those_measured(name):
         assert (bytes_, flops) == (row["bytes"], row["flops"])
     batches = set(map(int, words[words.index("--batch") + 1].split(","))) if "--batch" in words else {1, 8, 32}
     assert {(arm, batch) for arm, batch, _ in errors} >= {(a, b) for a in ("plain", "drafted") for b in batches}
-    slower, (bound, most) = BEFORE_ROUTERS.get(name, set()), RECORDS[name]
+    slower = {arm for arm in errors if 16 < arm[1] * arm[2] <= 128} if name in BEFORE_PRODUCTS_OF_ANY_WIDTH else set()
+    bound, most = RECORDS[name]
     assert max(abs(error) for arm, error in errors.items() if arm not in slower) <= bound <= most, errors
-    assert all(-0.12 < errors[arm] < 0 for arm in slower)
+    assert all(-0.12 < errors[arm] < bound for arm in slower), errors
 
 
 def test_predicted_steps_of_more_than_16_rows_are_within_it_on_two_and_four_gpus():
@@ -239,7 +249,7 @@ def test_a_plan_needs_no_checkpoint_and_writes_nothing(tmp_path, monkeypatch):
     text = succeeds(*MODEL, "--tp", 8, "--gpu", "b300", "--acceptance", 6.49)
     for words in ("experts in MXFP4", "MB a slot", "largest batch", "longest context", "all-reduces a step"):
         assert words in text
-    assert "of Qwen3-8B's shape on 1 H200 (of more than 16 rows also on 2 and 4) within 5%" in text
+    assert "and 8B's and Qwen3.5-27B's shapes within 5% (Qwen3-8B's of more than 16 rows also on 2 and" in text
     assert re.search(r"18 of 36 layers see 128 tokens only: they have \d+ pages of their own", text)
     assert not list(tmp_path.iterdir())
 

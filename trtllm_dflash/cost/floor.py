@@ -51,11 +51,14 @@ class PartWork:
     layers: int  # that the rows go through, one after another
     rows: int
     hidden_size: int
+    states: Work = Work(0, 0)  # of gated delta nets
+    nets: int = 0  # of the layers, those that have one
+    rows_of_slot: int = 1  # of the rows
 
     @property
     def total(self) -> Work:
         """The sum of all kinds."""
-        return self.products + self.experts + self.attention
+        return self.products + self.experts + self.attention + self.states
 
     @property
     def sums(self) -> int:
@@ -126,10 +129,11 @@ class StepCount:
 
     def _target_work(self, batch: int, rows: int, length: int) -> PartWork:
         target, tokens = self.config.target, batch * rows
-        attention = Work(0, 0)
+        attention, states, nets = Work(0, 0), Work(0, 0), 0
         for mixer, layers in self._mixers.items():
             if isinstance(mixer, DeltaNet):
-                attention += self._states(mixer, layers * batch, rows)
+                states += self._states(mixer, layers * batch, rows)
+                nets += layers
                 continue
             window = mixer.window
             # Row i of a slot sees the committed rows, those before it in this step, and itself; or the last of these.
@@ -137,7 +141,8 @@ class StepCount:
             attention += self._attention(mixer, layers * batch * (seen[0] + rows - 1), layers * batch * sum(seen))
         products = self._target.dense_work(tokens) + self._embedding_rows(tokens)
         experts = self._target.expert_work(tokens)
-        return PartWork(products, experts, attention, target.layers, tokens, target.hidden_size)
+        sizes = target.layers, tokens, target.hidden_size
+        return PartWork(products, experts, attention, *sizes, states, nets, rows)
 
     def _context_work(self, drafter: DrafterConfig, batch: int, rows: int) -> PartWork:
         """Counts the drafter's K and V of committed tokens, one a slot at least; they skip its other matrices."""

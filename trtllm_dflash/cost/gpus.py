@@ -11,12 +11,10 @@ _TERA = 1e12
 #: Bytes that the driver and CUDA's context take, and what fragmentation loses.
 RESERVED = 2 * GB
 
-#: Measured on an H200: a large copy moves 4.24 of 4.8 TB/s (read and written), a large BF16 product does 683 of 989
-#: TFLOP/s, and weights are read at 0.96 of the copy's rate. Others of the kind differ by a percent or two: see the
-#: records in benchmarks/results.
+#: Measured on an H200: a large copy moves 4.24 of 4.8 TB/s (read and written), and a large BF16 product does 683 of 989
+#: TFLOP/s. Others of the kind differ by a percent or two: see the records in benchmarks/results.
 COPY_SHARE = 4.24 / 4.8
 GEMM_SHARE = 683 / 989
-STREAM_SHARE = 0.96
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,6 @@ class PublishedGPU(GPU):
     measured_on: str = "H200"  # the GPU that these shares are of
     copy_share: float = COPY_SHARE
     gemm_share: float = GEMM_SHARE
-    stream_share: float = STREAM_SHARE
 
     def products(self, precision: Precision) -> float:
         """Published operations a second of matrix products in that type."""
@@ -91,7 +88,6 @@ GPUS = {
             measured_on="H100",
             copy_share=3.005 / 3.35,
             gemm_share=715 / 989,
-            stream_share=1.005,
         ),
         PublishedGPU("rtx-pro-6000", 96, 120, 1_792 * GB, 503.8 * _TERA, 126 * _TERA, 64 * GB, nvlink=False),
         PublishedGPU("rtx-5090", 32, 120, 1_792 * GB, 209.5 * _TERA, 104.8 * _TERA, 64 * GB, nvlink=False),

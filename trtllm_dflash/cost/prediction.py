@@ -2,16 +2,14 @@
 
     products   memory and arithmetic, each at what was seen of it, joined smoothly: neither hides the other entirely;
                and experts, read once for each tile of rows that chose them, with their arithmetic on top
-    attention  the caches' rows, after the products
+    attention  the caches' rows, and the states of gated delta nets, after the products
     layers     what a layer costs beside its bytes: waits from kernel to kernel, and each row's norms and activations
     sums       of the ranks, two a layer
 
-The constants were fitted to captured steps at batch 1, 8 and 32, plain and drafted, which are in benchmarks/results: of
-Qwen3-8B's shape on one H200 (step-qwen3-8b-*-h200.json) and, more than 16 rows, on two and four
-(tensor-parallel-h200.md); those of experts to gpt-oss-20b's on an H200 and an H100, and to Qwen3-Coder-30B-A3B's,
-Qwen3.5-35B-A3B's, Qwen3-Coder-Next's and MiniMax-M2.5's (step-gpt-oss-20b-interleaved-h200.json,
-step-qwen3-coder-30b-a3b-h200.json, router-h100, steps-h100, step-minimax-m2.5-fp8-h100.json). Those of sums were fitted
-to sums alone.
+The constants were fitted to captured steps at batch 1, 8 and 32, plain and drafted, of dense models and of mixtures on
+an H200 and an H100, all at once and so that the largest error is the least: `RECORDS` in tests/test_plan.py lists them.
+They say what steps take, not what each kernel would alone. Those of sums were fitted to sums alone, and the latency of
+layers over ranks to steps on two and four GPUs (tensor-parallel-h200.md).
 """
 
 from collections.abc import Sequence
@@ -29,30 +27,58 @@ from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.weights import WeightPrecision
 from trtllm_dflash.step import Drafting
 
-#: Of a predicted step against a measured one, at most; tests/test_plan.py compares them. Of dense models on H200s and
-#: on an H100, of mixtures of experts (gpt-oss on both, Qwen3-Coder on an H200), and with the drafter in FP8.
-ERROR_BOUND, H100_ERROR_BOUND = 0.05, 0.07
-MIXTURE_ERROR_BOUND = 0.06
-FP8_DRAFTER_ERROR_BOUND = 0.08
-#: Of mixtures of more experts on an H100: rows of random weights choose fewer than evenly, few rows by the most.
-MANY_EXPERTS_ERROR_BOUND = 0.16
-#: Likewise of steps over FP8 caches, whose attention is taken to last as long as over 16-bit ones.
-FP8_CACHE_ERROR_BOUND = 0.13
+#: Of a predicted step against a measured one, at most; tests/test_plan.py compares them. Of dense models and of
+#: mixtures of experts, on an H200 and on an H100, and with caches in FP8.
+ERROR_BOUND, MIXTURE_ERROR_BOUND = 0.05, 0.06
+FP8_CACHE_ERROR_BOUND = 0.08
 
-_JOIN = 1.8  # the exponent that joins memory's and arithmetic's time: their maximum were infinity, their sum 1
+_STREAM = 1.05  # of a copy's rate, that weights are read at: a copy writes as much as it reads
+_JOIN = 2.0  # the exponent that joins memory's and arithmetic's time: their maximum were infinity, their sum 1
 # Seconds a layer: of few rows, whose products norm them and call for weights early; of more; and of more over ranks.
-_LAYER_OF_FEW, _LAYER, _LAYER_OVER_RANKS = 12.2e-6, 25.6e-6, 36e-6
-_ROW = 15.2e-9  # seconds a layer for each row, of 4,096 numbers
+_LAYER_OF_FEW, _LAYER, _LAYER_OVER_RANKS = 20.0e-6, 25.2e-6, 42e-6
+_ROW = 59.7e-9  # seconds a layer for each row, of 4,096 numbers, divided by the ranks
 _ROW_SIZE = 4096
 
-# Bytes a second of experts in MXFP4 that an H200's and an H100's multiprocessors decode; others' in proportion to their
-# operations in FP32. Joined with memory's time by an exponent.
-_MXFP4_DECODED, _DECODED_JOIN = 3.2e12, 6
+_CONTEXT = 35e-6  # seconds of what the drafter keeps of tokens where it does not draft
+_SHARED = 1.68e-6  # seconds a layer more of mixtures with an expert that all rows go through
+_FP8_CACHES = 9e-6  # likewise of attention over FP8 caches
+
+# Gated delta nets: seconds of one, and the share of the copy rate that states are read and written at; of one row a
+# slot and of more, which first absorb those of the step before.
+_NET, _NET_OF_MANY = 3.2e-6, 22.9e-6
+_STATES, _STATES_OF_MANY = 0.809, 0.533
+
+# Of a slot's rows, the exponent of how many choose experts as if each did so by itself: the rows of one text are alike.
+_APART = 0.957
+# Of any weight's rate, what experts in 16 bits are read at; and the rows of a tile, for each of which an expert is read
+# once: on Hopper, and elsewhere.
+_EXPERTS_STREAM, _MANY_ROWS, _FEW_ROWS = 0.957, 64, 16
+_DECODED_JOIN = 1.66  # the exponent that joins the times of reading and decoding
 # Of the copy rate, that experts in NVFP4 are read and decoded at: layers alone were timed (experts-nvfp4-h200.json).
 _NVFP4_SHARE = 0.75
-# Experts: their kernels' and the router's latency in a layer; the share of a large product's rate; what they are read
-# at, of any weight's rate; and the rows of a tile, for each of which an expert is read once: on Hopper, and elsewhere.
-_EXPERTS, _EXPERTS_GEMM, _EXPERTS_STREAM, _MANY_ROWS, _FEW_ROWS = 18e-6, 0.72, 0.965, 64, 16
+
+
+@dataclass(frozen=True)
+class _Experts:
+    """Costs of our kernels for experts of one format, beside reading them."""
+
+    latency: float  # of theirs and the router's in a layer, beside any layer's
+    arithmetic: float  # of the time of a large product, added to that of reading
+    decoded: float | None = None  # bytes a second that an H200 decodes; others in proportion to operations in FP32
+
+
+_EXPERTS = {
+    "numbers": _Experts(4.2e-6, 1.88),
+    "mxfp4": _Experts(9.8e-6, 1.45, 6.17e12),
+    "fp8": _Experts(16.5e-6, 0.12, 7.69e12),
+}
+_FORMATS = {
+    WeightPrecision.FP8: "fp8",
+    WeightPrecision.FP8_BLOCKS: "fp8",
+    WeightPrecision.NVFP4: "nvfp4",
+    WeightPrecision.BYTES: "int4",
+    WeightPrecision.INT4: "int4",
+}
 
 # Sums: latency, and the share of the link's rate one way. In our kernel every rank reads all others' rows; in NCCL's
 # ring each sends its rows nearly twice.
@@ -77,7 +103,7 @@ class StepTime:
     @property
     def seconds(self) -> float:
         """The whole step: the sum, since nothing overlaps."""
-        return self.products + self.attention + self.layers + self.sums
+        return max(self.floor, self.products + self.attention + self.layers + self.sums)
 
 
 def predict_step(
@@ -90,17 +116,17 @@ def predict_step(
 def predict_parts(config: EngineConfig, gpu: PublishedGPU, parts: Sequence[PartWork]) -> StepTime:
     """Predicts the time of a step of these parts, one after the other."""
     rates = gpu.achieved(config.precision)
-    stream = Rates(rates.copy * gpu.stream_share, rates.gemm)
+    stream = Rates(rates.copy * _STREAM, rates.gemm)
     read = [_experts_read(config, gpu, part) / rates.copy for part in parts]
-    multiplied = sum(part.experts.flops for part in parts) / (rates.gemm * _EXPERTS_GEMM)
+    multiplied = sum(part.experts.flops for part in parts) / rates.gemm * _experts(config).arithmetic
     products = sum(_joined(part.products, stream) for part in parts) + sum(read) + multiplied
-    widening = config.dtype.itemsize // config.cache_dtype.itemsize  # FP8 caches save memory; time, only here and there
-    attention = sum(Work(part.attention.bytes * widening, part.attention.flops).seconds(stream) for part in parts)
-    latency = sum(part.layers * _layer_latency(part, config.tp) for part in parts)
-    by_rows = sum(part.layers * part.rows * part.hidden_size / _ROW_SIZE * _ROW for part in parts)
+    attention = sum(part.attention.seconds(stream) + _states_read(part) / rates.copy for part in parts)
+    latency = sum(part.layers * _layer_latency(config, part) + _nets_latency(part) for part in parts)
+    latency += sum(_CONTEXT for part in parts if part.layers == 0)
+    by_rows = sum(part.layers * part.rows * part.hidden_size / _ROW_SIZE * _ROW for part in parts) / config.tp
     sums = sum(part.sums * sum_seconds(sum_bytes(config, part), config.tp, gpu) for part in parts)
     shares: dict[Limit, float] = {
-        "memory": sum(part.products.bytes + part.attention.bytes for part in parts) / stream.copy + sum(read),
+        "memory": sum((part.total.bytes - part.experts.bytes) / stream.copy for part in parts) + sum(read),
         "arithmetic": sum(part.total.flops for part in parts) / stream.gemm,
         "latency": latency,
         "sums": sums,
@@ -135,9 +161,23 @@ def _joined(work: Work, rates: Rates) -> float:
     return float((memory**_JOIN + arithmetic**_JOIN) ** (1 / _JOIN))
 
 
-def _layer_latency(part: PartWork, tp: int) -> float:
-    of_many = _LAYER if tp == 1 else _LAYER_OVER_RANKS
-    return (_LAYER_OF_FEW if part.rows <= SKINNY_ROWS else of_many) + (_EXPERTS if part.experts.bytes else 0.0)
+def _layer_latency(config: EngineConfig, part: PartWork) -> float:
+    of_many = _LAYER if config.tp == 1 else _LAYER_OVER_RANKS
+    latency = _LAYER_OF_FEW if part.rows <= SKINNY_ROWS else of_many
+    latency += _FP8_CACHES if config.cache_dtype.itemsize < config.dtype.itemsize else 0.0
+    moe = config.target.moe
+    if moe is None or not part.experts.bytes:
+        return latency
+    return latency + _experts(config).latency + (_SHARED if moe.shared_size else 0.0)
+
+
+def _nets_latency(part: PartWork) -> float:
+    return part.nets * (_NET if part.rows_of_slot == 1 else _NET_OF_MANY)
+
+
+def _states_read(part: PartWork) -> float:
+    """Bytes that a large copy would move while states are read and written."""
+    return part.states.bytes / (_STATES if part.rows_of_slot == 1 else _STATES_OF_MANY)
 
 
 def _experts_read(config: EngineConfig, gpu: PublishedGPU, part: PartWork) -> float:
@@ -145,11 +185,12 @@ def _experts_read(config: EngineConfig, gpu: PublishedGPU, part: PartWork) -> fl
     moe = config.target.moe
     if moe is None or not part.experts.bytes:
         return 0.0
+    touched = experts_touched(moe, part.rows / part.rows_of_slot ** (1 - _APART))
     tile = rows_at_once(config, gpu)
-    rows_of_each = part.rows * moe.top_k / experts_touched(moe, part.rows)
     # The last tile is on average half empty, and there is one at least.
-    tiles = max(1.0, rows_of_each / tile + (tile - 1) / (2 * tile))
-    return part.experts.bytes * tiles / (decoded_share(config, gpu) or gpu.stream_share * _EXPERTS_STREAM)
+    tiles = max(1.0, part.rows * moe.top_k / touched / tile + (tile - 1) / (2 * tile))
+    bytes_ = part.experts.bytes * touched / experts_touched(moe, part.rows)
+    return bytes_ * tiles / (decoded_share(config, gpu) or _STREAM * _EXPERTS_STREAM)
 
 
 def rows_at_once(config: EngineConfig, gpu: PublishedGPU) -> int:
@@ -159,22 +200,35 @@ def rows_at_once(config: EngineConfig, gpu: PublishedGPU) -> int:
 
 
 def decoded_share(config: EngineConfig, gpu: PublishedGPU) -> float | None:
-    """The share of the copy rate at which our kernels read and decode experts in four bits on a GPU.
+    """The share of the copy rate at which our kernels read and decode experts in four or eight bits on a GPU.
 
     None: they are others, or our kernels do not compute them.
     """
     moe, capability = config.target.moe, divmod(gpu.capability, 10)
     if config.backend != "torch" or moe is None or config.dtype not in HALVES or capability < OLDEST_GPU:
         return None
-    if moe.mxfp4:
-        decoded = _MXFP4_DECODED * gpu.fp32 / GPUS["h200"].fp32 / gpu.achieved(config.precision).copy
-        both = (gpu.stream_share * _EXPERTS_STREAM) ** -_DECODED_JOIN + decoded**-_DECODED_JOIN
-        return float(both ** (-1 / _DECODED_JOIN))
-    columns = moe.intermediate_size // (1 if moe.expert_parallel else config.tp)
-    is_taken = takes_nvfp4(config.target.hidden_size, columns, capability)
-    return _NVFP4_SHARE if is_taken and _are_nvfp4(config.target) else None
+    stored = _stored(config.target)
+    if stored == "nvfp4":
+        columns = moe.intermediate_size // (1 if moe.expert_parallel else config.tp)
+        return _NVFP4_SHARE if takes_nvfp4(config.target.hidden_size, columns, capability) else None
+    most = _experts(config).decoded if stored in _EXPERTS else None
+    if most is None:
+        return None
+    decoded = most * gpu.fp32 / GPUS["h200"].fp32 / gpu.achieved(config.precision).copy
+    both = (_STREAM * _EXPERTS_STREAM) ** -_DECODED_JOIN + decoded**-_DECODED_JOIN
+    return float(both ** (-1 / _DECODED_JOIN))
+
+
+def _experts(config: EngineConfig) -> _Experts:
+    return _EXPERTS.get(_stored(config.target), _EXPERTS["mxfp4"])  # likewise of other formats in four bits
 
 
 @lru_cache  # a plan asks for the same again and again
-def _are_nvfp4(target: DecoderConfig) -> bool:
-    return any(is_expert(w) and w.precision is WeightPrecision.NVFP4 for w in target_weights(target))
+def _stored(target: DecoderConfig) -> str:
+    """Names the format that a target's experts are in: "numbers" are the engine's own."""
+    if target.moe is not None and target.moe.mxfp4:
+        return "mxfp4"
+    for weight in target_weights(target):
+        if is_expert(weight) and weight.precision in _FORMATS:
+            return _FORMATS[weight.precision]
+    return "numbers"
