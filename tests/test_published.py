@@ -1,9 +1,15 @@
 """Published shapes: every pair of the catalog has one, and each is written as its publisher's config.json is."""
 
+import json
+
+import pytest
+
 from trtllm_dflash import LLM, SamplingParams
-from trtllm_dflash.bench.random_checkpoint import parts_of, write_random_pair
+from trtllm_dflash.bench.random_checkpoint import parts_of, write_configs, write_random_pair
 from trtllm_dflash.catalog import load_catalog
+from trtllm_dflash.checkpoint.drafter_config import read_drafter_config
 from trtllm_dflash.cost.published import PUBLISHED
+from trtllm_dflash.cost.shapes import drafter_of
 from trtllm_dflash.models import build_target, read_target_config
 
 
@@ -33,6 +39,14 @@ def test_a_random_pair_is_in_the_layout_that_is_read_and_drafts(tmp_path):
     assert llm.config.target.layers == 3 and llm.config.drafter.block_size == 8
     (reply,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=6))
     assert len(reply.token_ids) == 6
+
+
+@pytest.mark.parametrize("name", ["qwen3.5-35b-a3b", "qwen3-coder-next", "gpt-oss-20b"])
+def test_configurations_alone_say_what_the_shape_does(name, tmp_path):
+    target, drafter = (json.loads((part / "config.json").read_text()) for part in write_configs(tmp_path, name))
+    config = read_target_config(target)
+    assert config == read_target_config(PUBLISHED[name].target)
+    assert read_drafter_config(drafter) == drafter_of(PUBLISHED[name], config)
 
 
 def test_a_random_gpt_oss_has_the_published_tensors():

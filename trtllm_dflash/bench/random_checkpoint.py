@@ -32,6 +32,9 @@ _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
 }
 
 
@@ -52,20 +55,32 @@ def write_random_pair(
     Raises:
         SettingsError: the shape is not known, or we do not compute its family.
     """
+    folders = write_configs(folder, name, layers)
+    shape = find_shape(name)
+    config = read_target_config(shape.target_of(layers or shape.facts.target_layers))
+    _write_tensors(folders[0], parts_of(build_target(config).weights()), progress, device)
+    _write_tensors(folders[1], parts_of(Drafter(drafter_of(shape, config)).weights()), progress, device)
+    return folders
+
+
+def write_configs(folder: Path, name: str, layers: int | None = None) -> tuple[Path, Path]:
+    """Writes the configurations alone, for who makes up the numbers; returns the target's folder and the drafter's.
+
+    Args and Raises:
+        As of `write_random_pair`.
+    """
     shape = find_shape(name)
     raw = shape.target_of(layers or shape.facts.target_layers)
     config = read_target_config(raw)
-    drafter = drafter_of(shape, config)
     target = {"architectures": [_ARCHITECTURES[shape.family]], "torch_dtype": "bfloat16", **raw}
     if config.attention_bias:
         target["attention_bias"] = True
     target["rms_norm_eps"] = config.norm_eps
     folders = folder / "target", folder / "drafter"
-    for part, settings in zip(folders, (target, _drafter_config(shape, target, drafter.model_dump())), strict=True):
+    drafter = _drafter_config(shape, target, drafter_of(shape, config).model_dump())
+    for part, settings in zip(folders, (target, drafter), strict=True):
         part.mkdir(parents=True)
         (part / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    _write_tensors(folders[0], parts_of(build_target(config).weights()), progress, device)
-    _write_tensors(folders[1], parts_of(Drafter(drafter).weights()), progress, device)
     return folders
 
 
@@ -76,10 +91,12 @@ def parts_of(weights: Iterable[Weight]) -> list[Part]:
 
 def _drafter_config(shape: Shape, target: dict[str, Any], drafter: dict[str, Any]) -> dict[str, Any]:
     """Makes the config.json of z-lab's format."""
-    copied = ("vocab_size", "hidden_size", "max_position_embeddings", "rope_theta", "rope_scaling", "rope_parameters")
-    widths = shape.drafter
+    copied = ("vocab_size", "hidden_size", "max_position_embeddings", "rope_theta", "rope_scaling")
+    widths, text = shape.drafter, target.get("text_config", target)
     return {
-        **{name: target[name] for name in (*copied, "rms_norm_eps", "torch_dtype") if name in target},
+        **{name: text[name] for name in copied if name in text},
+        **{name: target[name] for name in ("rms_norm_eps", "torch_dtype")},
+        **({"rope_theta": drafter["rope"]["theta"]} if "rope_parameters" in text else {}),
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
         "attention_bias": drafter["attention_bias"],
