@@ -13,7 +13,7 @@ ROOT = PACKAGE.name
 LAYERS = (
     {"errors", "signals"},
     {"pairs"},
-    {"api_key", "text"},
+    {"api_key", "output", "text"},
     {"kernels"},
     {"ops"},
     {"models"},

@@ -19,6 +19,7 @@ from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.bench.imposed import draw_accepted
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.output import held
 from trtllm_dflash.sweep.dataset import Dataset, Sample, read_dataset
 from trtllm_dflash.sweep.load import Reply
 from trtllm_dflash.sweep.pareto import Measured, compare, frontier, measured, rate_at
@@ -62,9 +63,8 @@ def test_throughput_that_a_larger_load_does_not_raise_is_all_there_is():
 @pytest.mark.parametrize(("ends", "speed"), [([0.2, 0.2, 0.2], None), ([0.2, 0.2, 0.7], None), ([0.2, 0.7, 1.2], 20.0)])
 def test_a_load_has_no_speed_where_the_median_reply_came_at_once(ends, speed):
     counts = [11] * len(ends)
-    requests = Requests(
-        sample=[0, 1, 2], turn=[0] * 3, ttft=[0.2] * 3, e2e=ends, tokens=counts, prompt_tokens=[8] * 3, steps=[1] * 3
-    )
+    told = {"prompt_tokens": [8] * 3, "steps": [1] * 3, "accepted": [10] * 3, "late": [0.0] * 3}
+    requests = Requests(sample=[0, 1, 2], turn=[0] * 3, ttft=[0.2] * 3, e2e=ends, tokens=counts, **told)
     load = measured(
         [Round(arm="draft", load=1, round=0, seconds=2.0, tokens=sum(counts), requests=requests)], closed=True
     )
@@ -457,6 +457,22 @@ def test_results_and_plans_that_are_nested_without_end_are_one_line(swept, tmp_p
     file.write_text("[" * 100_000)
     assert "cannot be read as a sweep's results" in refusal("report", file)
     assert "cannot be read as JSON" in refusal("report", swept[0], "--plan", file)
+
+
+def test_results_whose_parts_do_not_belong_together_are_one_line(swept, tmp_path):
+    document, file = json.loads((swept[0] / "results.json").read_text()), tmp_path / "file.json"
+    file.write_text(json.dumps({**document, "points": document["points"][1:]}))
+    assert "not those of the rounds" in refusal("report", file)
+    document["rounds"][0]["requests"]["ttft"].pop()
+    file.write_text(json.dumps(document))
+    assert "rounds.0.requests: Value error, its columns are not all of the same length" in refusal("report", file)
+
+
+def test_a_second_sweep_into_a_folder_is_refused_while_the_first_one_runs(tmp_path):
+    flags = ("sweep", "--shape", "tiny", "--device", "cpu", "--concurrency", 1, "--requests", 1, "--output", tmp_path)
+    with held(tmp_path, "sweep"):
+        assert "another sweep is using it" in refusal(*flags)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_plan_is_drawn_with_its_best_draft_lengths(tmp_path):

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trtllm_dflash.commands.build_settings import build_settings
-from trtllm_dflash.commands.output import writing
 from trtllm_dflash.commands.settings import flag_of, validated
 from trtllm_dflash.commands.terminal import command_line, show
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.output import writing
 
 if TYPE_CHECKING:
     from trtllm_dflash.build.plan import PlanSettings

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import click
 
-from trtllm_dflash.commands.output import writing
 from trtllm_dflash.commands.terminal import show
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.output import writing
 
 
 @click.command()

@@ -11,10 +11,10 @@ import click
 
 from trtllm_dflash.api_key import VARIABLE, read_api_key
 from trtllm_dflash.commands.kernels_option import kernels_option
-from trtllm_dflash.commands.output import writing
 from trtllm_dflash.commands.settings import given, validated
 from trtllm_dflash.commands.terminal import show, sweep_bars
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.output import held, writing
 
 if TYPE_CHECKING:
     from trtllm_dflash.sweep.dataset import Dataset
@@ -107,13 +107,20 @@ class _Store:
     ) -> None:
         """Run the sweep on a target that is made on its event loop, and write its results even after an error."""
         from trtllm_dflash.sweep.results import Results
-        from trtllm_dflash.sweep.sweep import Sweep, open_results, plan_results
+        from trtllm_dflash.sweep.sweep import open_results, plan_results
 
         fresh = plan_results(settings, dataset, **about)
         with writing(self.folder):
             results: Results = open_results(fresh, self.folder, self._resume, self._force)
-        for warning in results.warnings:
-            click.echo(f"warning: {warning}", err=True)
+        with held(self.folder, "sweep"):
+            for warning in results.warnings:
+                click.echo(f"warning: {warning}", err=True)
+            self._run(settings, dataset, make, results)
+
+    def _run(
+        self, settings: "SweepSettings", dataset: "Dataset", make: "Callable[[], Target]", results: "Results"
+    ) -> None:
+        from trtllm_dflash.sweep.sweep import Sweep
 
         async def run(sweep: Callable[["Target"], Any]) -> None:
             async with make().opened() as target:

@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from typing_extensions import Self
 
 from trtllm_dflash.checkpoint.validation import first_problem
 from trtllm_dflash.errors import SettingsError
@@ -66,6 +67,14 @@ class Results(BaseModel):
     limits: list[Limit] = []
     categories: list[str] = []
     rounds: list[Round] = []
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if {(point.load, point.arm) for point in self.points} != {(round_.load, round_.arm) for round_ in self.rounds}:
+            raise ValueError("points: they are not those of the rounds")
+        if any(len(point.acceptance_by_position) != len(point.verified_by_position) for point in self.points):
+            raise ValueError("points: acceptance_by_position and verified_by_position are not of the same length")
+        return self
 
     @property
     def arms(self) -> list[Arm]:

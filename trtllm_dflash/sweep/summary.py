@@ -9,7 +9,8 @@ from collections import Counter, defaultdict
 from itertools import pairwise, zip_longest
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
+from typing_extensions import Self
 
 from trtllm_dflash.sweep.load import Arm, Record, Traffic
 
@@ -39,6 +40,12 @@ class Requests(BaseModel):
     prompt_tokens: list[int | None] = []
     steps: list[int | None] = []
     accepted: list[int | None] = []
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len({len(getattr(self, name)) for name in type(self).model_fields}) > 1:
+            raise ValueError("its columns are not all of the same length")
+        return self
 
 
 class Counted(BaseModel):

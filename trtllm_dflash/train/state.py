@@ -4,9 +4,7 @@ A phase that is done stays done while its settings and its files are what they w
 where it stood. Files are written aside and renamed, so that a process that is killed leaves none half-written.
 """
 
-import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from trtllm_dflash.cost.gpus import gigabytes
 from trtllm_dflash.engine.directory import digest
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.output import held, writing
 
 MANIFEST = "manifest.json"
 
@@ -64,12 +63,7 @@ class State:
             if folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).is_file():
                 raise SettingsError(f"--output {folder}: is no state directory of a training; use another folder")
             folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(folder, os.O_RDONLY)
-            try:
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise SettingsError(f"--output {folder}: another training is using it") from None
+            with held(folder, "training"):
                 manifest = _read_manifest(folder) or Manifest(target=target)
                 if manifest.target != target:
                     raise SettingsError(
@@ -79,8 +73,6 @@ class State:
                 state = cls(folder, manifest)
                 state._write_manifest()
                 yield state
-            finally:
-                os.close(lock)
 
     def begin(self, name: str, settings: Mapping[str, Any], at_once: bool = False) -> bool:
         """Begins a phase, or goes on with it; returns False where it is done already.
@@ -159,19 +151,6 @@ class State:
 
     def _write_manifest(self) -> None:
         self.write(MANIFEST, self._manifest.model_dump_json(indent=2) + "\n")
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turns an error of the file system into one that names the folder.
-
-    Raises:
-        SettingsError: it cannot be written.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise SettingsError(f"--output {folder}: cannot be written ({error.strerror or error})") from None
 
 
 def _read_manifest(folder: Path) -> Manifest | None:

@@ -1,0 +1,44 @@
+"""The folder at `--output`: its errors, and whose it is."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trtllm_dflash.errors import SettingsError
+
+
+@contextmanager
+def writing(folder: Path, flag: str = "--output") -> Iterator[None]:
+    """Turns an error of the file system into one that names the folder, or the file, and its flag.
+
+    Raises:
+        SettingsError: it cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise SettingsError(f"{flag} {folder}: cannot be written ({error.strerror or error})") from None
+
+
+@contextmanager
+def held(folder: Path, whose: str) -> Iterator[None]:
+    """Keeps a folder from other processes that hold it, until this one is done or ends.
+
+    Args:
+        whose: what another one is called.
+
+    Raises:
+        SettingsError: another one holds it, or it is no folder.
+    """
+    with writing(folder):
+        lock = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SettingsError(f"--output {folder}: another {whose} is using it") from None
+        yield
+    finally:
+        os.close(lock)
