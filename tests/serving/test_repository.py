@@ -5,7 +5,7 @@ from google.protobuf import text_format  # type: ignore[import-untyped]
 from pydantic import ValidationError
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from tests.conftest import refusal, succeeds
+from tests.conftest import refusal, run, succeeds
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.serving.repository import DeploySettings, deploy, render
 
@@ -230,3 +230,7 @@ def test_deploy_writes_a_repository_and_refuses_what_is_no_engine(tiny_engine, t
     assert str(tmp_path / "repository") in printed
     assert not config(tmp_path / "repository", "ensemble").model_transaction_policy.decoupled
     assert "not an engine directory" in refusal("deploy", "--engine", tmp_path, "--output", tmp_path / "other")
+    assert "warning" not in printed
+    spaced = run("deploy", "--engine", tiny_engine, "--output", tmp_path / "a repository")
+    assert spaced.exit_code == 0
+    assert spaced.stderr.startswith(f"warning: {tmp_path}/a repository: a Triton of your own does not load")

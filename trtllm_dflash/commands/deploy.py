@@ -33,6 +33,7 @@ def deploy(engine: Path | None, output: Path, force: bool, no_draft: bool, **fla
     repository.deploy(engine, output, deploy_settings(no_draft, flags), force)
     serve = shlex.join(["trtllm-dflash", "serve", "--engine", str(engine), "--repository", str(output)])
     click.echo(f"{output}: written; serve it: {serve}")
+    _warn_of_shells(output)
 
 
 def _deploy_runtime(output: Path, force: bool, pair: dict[str, Any], others: dict[str, Any]) -> None:
@@ -61,3 +62,15 @@ def _deploy_runtime(output: Path, force: bool, pair: dict[str, Any], others: dic
     deploy_llmapi(plan_for(launch_settings(pair)), output, force)
     serve = shlex.join(["tritonserver", f"--model-repository={output}"])
     click.echo(f"{output}: written; serve it in tritonserver:YY.MM-trtllm-python-py3: {serve}")
+    _warn_of_shells(output)
+
+
+def _warn_of_shells(repository: Path) -> None:
+    """Warn of a path that Triton, which names it to a shell without quotes, would not find; `serve` goes round it."""
+    place = str(repository.absolute())
+    if shlex.quote(place) != place:
+        click.echo(
+            f"warning: {place}: a Triton of your own does not load Python models from there, for its shell reads the "
+            "name otherwise; give --output a path without spaces or signs, or use trtllm-dflash serve",
+            err=True,
+        )
