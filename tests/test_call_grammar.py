@@ -212,6 +212,17 @@ def test_what_cannot_be_held_is_refused(chat_format, schema, says):
         call_grammar(chat_format, [Callee("f", schema, strict=True)], must=False)
 
 
+@pytest.mark.parametrize("chat_format", ["qwen3-coder", "minimax-m2"])
+def test_one_of_several_texts_or_null_is_held_to_them(chat_format):
+    def written(*choices):
+        schema = {"properties": {"u": {"type": ["string", "null"], "enum": list(choices)}}}
+        return call_grammar(chat_format, [Callee("f", schema, True)], must=True)
+
+    assert all(f'"{choice}' in written("x", None) for choice in ("x", "null"))
+    with pytest.raises(RequestError, match="#/properties/u cannot be held to"):
+        written("None", None)  # which the format writes as it does null
+
+
 def test_what_is_not_strict_is_held_as_far_as_can_be(vocabulary):
     schema = {"properties": {"a": {"type": "string", "pattern": "b"}, "n": {"not": {"const": 1}, "type": "integer"}}}
     for chat_format in FORMATS:

@@ -629,3 +629,16 @@ def test_calls_without_ids_have_no_results_but_stay(rewrite):
 )
 def test_a_template_shows_its_format(template, expected):
     assert format_of_template(template) == expected
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_value_whose_end_was_left_out_ends_with_what_comes_next(size):
+    head = "<tool_call>\n<function=write>\n<parameter=text>\na\n"
+    for rest, arguments in (
+        ("<parameter=count>\n5\n</parameter>\n</function>\n</tool_call>", {"text": "a", "count": 5}),
+        ("</function>\n</tool_call>", {"text": "a"}),
+        ("</function>\n\n</parameter>\n</function>\n</tool_call>", {"text": "a\n</function>\n"}),
+    ):
+        text = head + rest
+        parts = parsed("qwen3-coder", [text[at : at + size] for at in range(0, len(text), size)])
+        assert calls_of(parts) == [("write", arguments)]

@@ -186,6 +186,9 @@ def test_empty_biases_are_no_biases_and_others_are_refused(client, model):
         ("tensorrt_llm_bls", {"text_input": "a", "max_tokens": 2, "use_draft_logits": True}, "use_draft_logits: not"),
         ("preprocessing", {"QUERY": "a", "STOP_WORDS_DICT": ["x"] * 1000}, "STOP_WORDS_DICT: 1000 of them"),
         ("ensemble", {"text_input": ["a", "b"], "max_tokens": 2}, "text_input"),
+        # Triton would let such a stream wait for ever.
+        ("ensemble", {"text_input": "a", "draft": True}, "max_tokens: None: "),
+        ("ensemble", {"max_tokens": 2, "draft": True}, "text_input (QUERY): the prompt is empty"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -194,6 +197,13 @@ def test_what_is_not_here_is_refused_in_a_line_that_names_it(client, model, inpu
         call(client, model, **inputs)
     assert refusal in refused.value.message()
     assert "\n" not in refused.value.message()
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+def test_a_field_that_is_no_input_is_refused_by_its_name(client, model):
+    """Triton makes parameters of such fields of its HTTP API's JSON."""
+    with pytest.raises(InferenceServerException, match="random_seed: there is no such input"):
+        client.infer(model, tensors({"text_input": "a", "max_tokens": 2}), parameters={"random_seed": 1})
 
 
 # -- stopping by request id ------------------------------------------------------------------------------------------

@@ -299,7 +299,12 @@ def alone(tiny_engine):
         ("max_tokens", 0),
         ("max_completion_tokens", -1),
         ("max_tokens", 2**31),
-        ("seed", -1),
+        ("seed", -(2**63) - 1),
+        ("top_k", -2),
+        ("tools.0.function", [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]),
+        ("tool_choice: Input should be 'none'", "always"),
+        ("tool_choice.function: ", {"type": "function"}),
+        ("tool_choice.function.name: ", {"type": "function", "function": {"name": 5}}),
         ("stop", ""),
         ("stop", [""]),
         ("stream_options", {"include_usage": True}),
@@ -325,13 +330,14 @@ def alone(tiny_engine):
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(alone, field, value):
+    field, _, message = field.partition(": ")
     name, _, rest = field.partition(".")
     value = {rest: value} if name == "chat_template_kwargs" else value
     body = {"messages": SUM, name: value}
     with pytest.raises(openai.BadRequestError) as refusal:
         client(alone, "sesame").post("/chat/completions", body={"model": "tiny", **body}, cast_to=object)
     assert refusal.value.body["param"].startswith(field)
-    assert refusal.value.body["message"].startswith(field)
+    assert refusal.value.body["message"].startswith(f"{field}: {message}" if message else field)
     assert refusal.value.type == "invalid_request_error"
 
 
@@ -437,6 +443,8 @@ def test_texts_and_conversations_are_tokenized_and_back(alone, tiny):
     chat = post("/tokenize", messages=SUM)["tokens"]
     assert chat == tiny.encode(SUM)
     assert post("/detokenize", tokens=chat)["prompt"] == tiny.codec.chat_text(SUM)
+    assert post("/tokenize", prompt="") == {"count": 0, "max_model_len": 2048, "tokens": []}
+    assert post("/detokenize", tokens=[]) == {"prompt": ""}
     for path, param, body in (
         ("/tokenize", "prompt", {}),
         ("/tokenize", "prompt", {"prompt": "a", "messages": SUM}),

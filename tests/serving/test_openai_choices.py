@@ -57,6 +57,8 @@ def test_a_completion_repeats_its_prompt_with_log_probabilities(api, tiny):
     (expected,) = tiny.generate([PROMPT], SamplingParams(max_tokens=6, logprobs=1, prompt_logprobs=1))
     arguments = dict(model="tiny", prompt=PROMPT, temperature=0, max_tokens=6, logprobs=1)
     choice = api.completions.create(**arguments, echo=True).choices[0]
+    hidden = api.completions.create(**{**arguments, "prompt": [1], "max_tokens": 2}, echo=True).choices[0]
+    assert len(hidden.logprobs.tokens) == 3 and hidden.logprobs.token_logprobs[0] is None
     assert choice.text == PROMPT + expected.text
     prompt = [None, *(its.logprob for its in expected.prompt_logprobs[1:])]
     found = choice.logprobs

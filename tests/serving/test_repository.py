@@ -11,9 +11,10 @@ from trtllm_dflash.serving.repository import DeploySettings, deploy, render
 
 MODELS = {"ensemble", "preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls"}
 
-# What clients of TensorRT-LLM's Triton backend send and read: name, type, dims, whether it may be left out.
+# What clients of TensorRT-LLM's Triton backend send and read: name, type, dims, whether it may be left out. What an
+# ensemble must be given is refused by our models, for Triton (2.51) would let a request without it wait for ever.
 ENSEMBLE_INPUTS = """
-text_input STRING 1 required; max_tokens INT32 1 required
+text_input STRING 1; max_tokens INT32 1
 bad_words STRING -1; stop_words STRING -1; exclude_input_in_output BOOL 1
 end_id INT32 1; pad_id INT32 1; top_k INT32 1; min_tokens INT32 1; beam_width INT32 1; num_return_sequences INT32 1
 top_p FP32 1; temperature FP32 1; length_penalty FP32 1; repetition_penalty FP32 1; presence_penalty FP32 1
@@ -30,7 +31,7 @@ num_output_tokens INT32 1; arrival_time_ns INT64 1; first_scheduled_time_ns INT6
 last_token_time_ns INT64 1
 """
 ENGINE_INPUTS = """
-input_ids INT32 -1 required; input_lengths INT32 1 required; request_output_len INT32 1 required
+input_ids INT32 -1 required; input_lengths INT32 1 required; request_output_len INT32 1
 end_id INT32 1; pad_id INT32 1; stop_words_list INT32 2,-1; bad_words_list INT32 2,-1; beam_width INT32 1
 temperature FP32 1; runtime_top_k INT32 1; runtime_top_p FP32 1; seed UINT64 1; streaming BOOL 1; stop BOOL 1
 exclude_input_in_output BOOL 1; length_penalty FP32 1; repetition_penalty FP32 1; presence_penalty FP32 1
@@ -40,7 +41,7 @@ return_num_input_tokens BOOL 1; return_num_output_tokens BOOL 1; decoder_input_i
 draft_input_ids INT32 -1
 """
 PREPROCESSING_INPUTS = """
-QUERY STRING 1 required; REQUEST_OUTPUT_LEN INT32 1; BAD_WORDS_DICT STRING -1; STOP_WORDS_DICT STRING -1
+QUERY STRING 1; REQUEST_OUTPUT_LEN INT32 1; BAD_WORDS_DICT STRING -1; STOP_WORDS_DICT STRING -1
 EMBEDDING_BIAS_WORDS STRING -1; EMBEDDING_BIAS_WEIGHTS FP32 -1; END_ID INT32 1; PAD_ID INT32 1
 """
 PREPROCESSING_OUTPUTS = """

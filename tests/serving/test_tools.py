@@ -206,6 +206,18 @@ def test_calls_that_must_be_and_are_strict_keep_to_their_schema(server, engine_o
             cut = {"message"} if response.status == "incomplete" else set()
             assert {item.type for item in response.output} - cut == {"function_call"}
             assert (response.tool_choice if choice == "required" else response.tool_choice.model_dump()) == choice
+        empty = {"type": "function", "function": {"name": "ping"}}
+        asked = {"messages": ASKED, "tools": [*TOOLS, empty], "max_tokens": 120, "seed": 3}
+        choice = api.chat.completions.create(model="tiny", **asked, tool_choice=empty).choices[0]
+        assert choice.message.tool_calls[0].function.arguments == "{}"
+        # The beginning of a call that is cut off is nothing that was said.
+        asked |= {"max_tokens": 3, "tool_choice": "required"}
+        cut = api.chat.completions.create(model="tiny", **asked).choices[0]
+        assert (cut.message.content, cut.message.tool_calls, cut.finish_reason) == ("", None, "length")
+        wrong = {"type": "object", "properties": {"x": {"type": "int"}}, "required": ["x"]}
+        broken = {"type": "function", "function": {"name": "broken", "parameters": wrong}}
+        with pytest.raises(openai.BadRequestError, match=r"tools: 'broken': #.*int"):
+            api.chat.completions.create(model="tiny", **{**asked, "tools": [*TOOLS, broken]})
         # Where it may, it says what it would say without tools: the form has room for that.
         free = api.chat.completions.create(model="tiny", messages=ASKED, temperature=0, max_tokens=20, tools=[BOOKING])
         assert free.choices[0].message.content
@@ -498,8 +510,8 @@ def test_a_response_that_is_cut_off_or_fails_says_so(tiny_engine):
         ("input", {"input": []}),
         ("input.0", {"input": [{"type": "web_search_call", "id": "w"}]}),
         ("input.0", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "file:///"}]}]}),
-        ("input.0.message.content", {"input": [{"role": "user", "content": [{"type": {}, "text": "a"}]}]}),
-        ("input.0.message.content", {"input": [{"role": "user", "content": [{"type": [], "text": "a"}]}]}),
+        ("input.0.content", {"input": [{"role": "user", "content": [{"type": {}, "text": "a"}]}]}),
+        ("input.0.content", {"input": [{"role": "user", "content": [{"type": [], "text": "a"}]}]}),
         ("input", {"input": "word " * 3000}),
         ("max_output_tokens", {"max_output_tokens": 0}),
         ("unheard_of", {"unheard_of": 1}),

@@ -59,7 +59,8 @@ def deploy(engine: Path, output: Path, settings: DeploySettings | None = None, f
     if output.exists() and not _is_empty_folder(output):
         if not is_repository(output):
             raise EngineError(
-                f"{output}: is not a model repository of ours, so --force does not replace it; remove it yourself"
+                f"--output {output}: is not a model repository of ours, which --force would replace; use another, or "
+                "remove it"
             )
         if all(_holds(output / name, text) for name, text in files.items()):
             return

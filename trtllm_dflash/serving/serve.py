@@ -129,6 +129,8 @@ def _check_temporary() -> None:
 def _check_repository(repository: Path, engine: Path) -> None:
     if not repository.is_dir():
         raise SettingsError(f"--repository {repository}: there is no such directory; make one: trtllm-dflash deploy")
+    if not any(repository.glob("*/config.pbtxt")):
+        raise SettingsError(f"--repository {repository}: holds no model; make one: trtllm-dflash deploy")
     name = f"{RANK_MODEL}/config.pbtxt"
     (line,) = [line for line in render(engine, DeploySettings())[name].splitlines() if '"engine"' in line]
     # One without this model is somebody's own, and as good as they made it.

@@ -31,7 +31,14 @@ _CODES = {
 
 
 def read_tensors(request: Any) -> Tensors:
-    """Copies a request's inputs, by name: Triton takes their memory back."""
+    """Copies a request's inputs, by name: Triton takes their memory back.
+
+    Raises:
+        RequestError: it has a parameter; Triton makes one of each field of a JSON request that is no input.
+    """
+    unknown = json.loads(request.parameters()).keys() - {CODED_ERRORS}
+    if unknown:
+        raise RequestError("there is no such input", min(unknown))
     return {tensor.name(): tensor.as_numpy().copy() for tensor in request.inputs()}
 
 

@@ -5,6 +5,7 @@ A mask is W 32-bit words, W = ceil(V / 32), with a bit for each token.
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from ctypes import addressof, c_uint32, memset
 from dataclasses import dataclass, field
@@ -228,11 +229,26 @@ class Grammars:
             place = ""
             if kind == "json_schema":
                 place, problem = self._place(value, value, problem, "#", iter(range(_MOST_PLACES)))
+            elif kind == "grammar":
+                place, problem = self._place_in_rule(source, problem)
             raise RequestError(f"{place or kind}: {_one_line(problem)}", FIELD)
         return Grammar(matcher, self._tokenizer, self._end_ids, self._words)
 
     def _matcher(self, kind: str, value: Any) -> LLMatcher:
         return LLMatcher(self._tokenizer, _SOURCES[kind](value), log_level=0)
+
+    def _place_in_rule(self, source: str, error: str) -> tuple[str, str]:
+        """Finds what is wrong with a JSON schema in a grammar: its rule and the place in it, and what it is."""
+        found = _OF_JSON.search(error)
+        rule, _, schema = source.splitlines()[int(found[1]) - 1].partition(": %json ") if found else ("", "", "")
+        if found is None or not schema:
+            return "", error
+        try:
+            root = json.loads(schema)
+        except ValueError:  # not on one line, or not alone on it
+            return rule, found[2]
+        place, problem = self._place(root, root, found[2], "#", iter(range(_MOST_PLACES)))
+        return f"{rule}: {place}", problem
 
     def _place(self, root: Any, schema: Any, error: str, pointer: str, tries: Iterator[int]) -> tuple[str, str]:
         """Finds the innermost schema that is wrong by itself: where it is, and what is wrong with it.
@@ -252,6 +268,9 @@ class Grammars:
                 return self._place(root, inner, problem, f"{pointer}/{place}", tries)
         return pointer, error
 
+
+#: The library's error of a JSON schema in a grammar: the line, and what is wrong.
+_OF_JSON = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: (.*)")
 
 _SOURCES = {
     "json_object": lambda _: LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=OBJECT_SPACE),

@@ -1,12 +1,15 @@
 """Errors in OpenAI's form."""
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
 from trtllm_dflash.errors import CancelledError, DeadlineError, QueueFullError, RequestError, ShutdownError
 from trtllm_dflash.serving.client import UnavailableError
 
 _log = logging.getLogger(__name__)
+
+_RULE = re.compile(r"\bcall_(\d+)_\w+")  # of a call's grammar
 
 # Names in the server's messages, as OpenAI's clients know them.
 _PARAMS = {
@@ -61,8 +64,15 @@ class ApiError(Exception):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-def as_api_error(error: Exception, request_id: str, form_field: str = "response_format") -> ApiError:
-    """Turns a failure into the client's error. The message of one that we do not know stays in the log."""
+def as_api_error(
+    error: Exception, request_id: str, form_field: str = "response_format", functions: Sequence[str] = ()
+) -> ApiError:
+    """Turns a failure into the client's error. The message of one that we do not know stays in the log.
+
+    Args:
+        form_field: that the reply's form comes from.
+        functions: names of those whose calls it is the form of, as `call_grammar` numbers them.
+    """
     again = {"Retry-After": "1"}
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", headers=again)
@@ -77,6 +87,8 @@ def as_api_error(error: Exception, request_id: str, form_field: str = "response_
     if isinstance(error, RequestError):
         field, colon, reason = str(error).partition(":")
         param = form_field if field == "guided_decoding_guide" else _PARAMS.get(field)
+        if functions and param == form_field:
+            reason = _RULE.sub(lambda rule: repr(functions[int(rule[1])]), reason)
         return ApiError(400, f"{param or field}{colon}{reason}", param)
     _log.error("request %s failed", request_id, exc_info=error)
     return ApiError(500, f"the server failed; its log says why (request {request_id})", code="internal")

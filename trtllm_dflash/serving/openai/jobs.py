@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from trtllm_dflash.serving.client import Piece, TokenRequest, TritonClient
-from trtllm_dflash.serving.openai.errors import as_api_error
+from trtllm_dflash.serving.openai.errors import ApiError, as_api_error
 from trtllm_dflash.serving.openai.logprobs import Scored
 from trtllm_dflash.serving.openai.replies import Added, Form, Reply, Usage
 from trtllm_dflash.text.reply.parts import Parser, StoppedParts
@@ -25,6 +25,7 @@ class Choice:
         counts_prompt: False where another choice has the same prompt, and counts it.
         end_ids: tokens that end replies and are no part of them.
         echo: the prompt's text, where the reply repeats it.
+        only_calls: it is held to calls of tools: what is cut off before one has begun is not content.
 
     Attributes:
         index: its place among the request's choices.
@@ -40,7 +41,8 @@ class Choice:
         counts_prompt: bool = True,
         index: int = 0,
         end_ids: frozenset[int] = frozenset(),
-        echo: str = "",
+        echo: str | None = None,
+        only_calls: bool = False,
     ) -> None:
         self.request = request
         self.index = index
@@ -51,6 +53,7 @@ class Choice:
         self._calls = False
         self._end_ids = end_ids
         self._echo = echo
+        self._only_calls = only_calls
         self._scored_prompt: list[Scored] = []
 
     def read(self, piece: Piece) -> Added:
@@ -59,6 +62,8 @@ class Choice:
         parts = self._parser.read(piece.text, piece.token_ids)
         if piece.finish_reason:
             parts += self._parser.finish()
+        if self._only_calls:
+            parts = [part for part in parts if part.kind != "content"]
         if parts and all(part.kind == "thinking" for part in parts):
             self.usage.thinking_tokens += piece.tokens
         shown = self._shown.take(parts, last=bool(piece.finish_reason))
@@ -103,7 +108,7 @@ class Job:
 
     Attributes:
         best: of each so many choices in a row, the replies to show: the likeliest; None: all.
-        form_field: the field that the reply's form comes from, where it has one.
+        form_field, functions: see `as_api_error`.
     """
 
     choices: tuple[Choice, ...]
@@ -111,6 +116,7 @@ class Job:
     stream: bool
     best: tuple[int, int] | None = None
     form_field: str = "response_format"
+    functions: tuple[str, ...] = ()
 
     async def whole(self, triton: TritonClient) -> dict[str, object]:
         """Returns the body of the whole reply.
@@ -122,7 +128,7 @@ class Job:
         try:
             replies = await asyncio.gather(*tasks)
         except Exception as error:
-            raise as_api_error(error, self._request_id, self.form_field) from None
+            raise self._refusal(error) from None
         finally:
             for task in tasks:  # where one has failed, nobody reads the others
                 task.cancel()
@@ -150,14 +156,13 @@ class Job:
                     if events:
                         yield events
         except Exception as error:
-            refusal = as_api_error(error, self._request_id, self.form_field)
+            refusal = self._refusal(error)
             if not begun:
                 raise refusal from None
             yield self.form.failing(refusal)
 
-    @property
-    def _request_id(self) -> str:
-        return self.choices[0].request.request_id
+    def _refusal(self, error: Exception) -> ApiError:
+        return as_api_error(error, self.choices[0].request.request_id, self.form_field, self.functions)
 
     def _usage(self) -> Usage:
         first, *others = (choice.usage for choice in self.choices)

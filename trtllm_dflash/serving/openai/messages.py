@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import Self
 
 from trtllm_dflash.serving.openai.errors import ApiError
 from trtllm_dflash.serving.openai.json_fields import JsonFields
@@ -146,6 +147,19 @@ class Function(BaseModel):
     description: str | None = None
     parameters: JsonFields | None = None
     strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _takes_an_object(self) -> Self:
+        kind = (self.parameters or {}).get("type", "object")
+        if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+            raise ValueError('parameters: its arguments are an object, {"type": "object", ...}')
+        return self
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """The JSON schema of its arguments, of none at all too."""
+        nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+        return nothing if self.parameters is None else self.parameters
 
     def for_template(self) -> dict[str, Any]:
         """Converts the function for chat templates."""

@@ -62,7 +62,12 @@ class Offer:
     @property
     def schemas(self) -> dict[str, dict[str, Any]] | None:
         """The schemas of arguments, by function; None: there are no functions."""
-        return {function.name: function.parameters or {} for function in self.functions} or None
+        return {function.name: function.schema_of_arguments for function in self.functions} or None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The functions' names."""
+        return tuple(function.name for function in self.functions)
 
     @property
     def most_calls(self) -> int | None:
@@ -106,7 +111,7 @@ class Preparation:
         choices: list[Choice] = []
         for prompt in asked.prompt:
             ids = self._tokens(prompt, "prompt")
-            echo = "" if not asked.echo else prompt if isinstance(prompt, str) else self._codec.decode(ids)
+            echo = None if not asked.echo else prompt if isinstance(prompt, str) else self._codec.decode(ids)
             request = self._request(asked, ids, limit, request_id, more)
             for each in _with_seeds(request, asked.replies):
                 choice = Choice(
@@ -136,11 +141,11 @@ class Preparation:
         more["structured"] = self._form_of_calls(offer, ids) or self._form_of_reply(asked)
         requests = _with_seeds(self._request(asked, ids, limit, request_id, more), asked.n)
         choices = [
-            self._chat_choice(each, self._codec.parser(ids, offer.schemas), offer.most_calls, index)
+            self._chat_choice(each, self._codec.parser(ids, offer.schemas), offer, index)
             for index, each in enumerate(requests)
         ]
         form, form_field = self._form(asked, True, asked.logprobs), "tools" if offer.held else asked.form_field
-        return Job(tuple(choices), form, asked.stream, form_field=form_field)
+        return Job(tuple(choices), form, asked.stream, None, form_field, offer.names)
 
     def response(self, body: bytes, request_id: str) -> Job:
         """Makes a job of a body of /v1/responses."""
@@ -152,15 +157,17 @@ class Preparation:
         self._check_effort(asked.reasoning.effort, "reasoning.effort", ids)
         limit = asked.max_output_tokens or self._config.max_seq_len - len(ids)
         request = self._request(asked, ids, limit, request_id, {"structured": self._form_of_calls(offer, ids)})
-        choice = self._chat_choice(request, self._codec.parser(ids, offer.schemas), offer.most_calls)
+        choice = self._chat_choice(request, self._codec.parser(ids, offer.schemas), offer)
         form = ResponseForm(asked, self._name, request.params.temperature)
-        return Job((choice,), form, asked.stream, form_field="tools")
+        return Job((choice,), form, asked.stream, None, "tools", offer.names)
 
     def tokenized(self, body: bytes) -> dict[str, object]:
         """Answers a body of /tokenize."""
         asked = parse(TokenizeRequest, body)
         self.check_name(asked.model or self._name)
-        if asked.prompt is not None and asked.add_special_tokens:
+        if asked.prompt == "":
+            tokens = []
+        elif asked.prompt is not None and asked.add_special_tokens:
             tokens = self._tokens(asked.prompt, "prompt")
         elif asked.prompt is not None:
             try:
@@ -178,7 +185,7 @@ class Preparation:
         """Answers a body of /detokenize."""
         asked = parse(DetokenizeRequest, body)
         self.check_name(asked.model or self._name)
-        tokens = self._tokens(asked.tokens, "tokens")
+        tokens = self._tokens(asked.tokens, "tokens") if asked.tokens else []
         return {"prompt": self._codec.backend.decode(tokens, skip_special_tokens=False)}
 
     def _offer(self, functions: Sequence[Function], choice: object, parallel: bool | None = None) -> Offer:
@@ -216,7 +223,7 @@ class Preparation:
         chat_format = self._codec.chat_format
         if not offer.held or chat_format is None:
             return None
-        callees = [Callee(each.name, each.parameters or {}, each.strict is True) for each in offer.functions]
+        callees = [Callee(each.name, each.schema_of_arguments, each.strict is True) for each in offer.functions]
         thinking = self._codec.thinks_first(ids)
         try:
             source = call_grammar(chat_format, callees, offer.must, offer.parallel, thinking, self._codec.marker_ids)
@@ -293,7 +300,7 @@ class Preparation:
         except RequestError as error:
             raise _refusal(error, param) from None
 
-    def _chat_choice(self, request: TokenRequest, parser: Parser, most_calls: int | None, index: int = 0) -> Choice:
+    def _chat_choice(self, request: TokenRequest, parser: Parser, offer: Offer, index: int = 0) -> Choice:
         """Makes a choice. Where its reply is parsed, stop strings are looked for here, in its content alone."""
         stop = request.params.stop
         if isinstance(parser, PlainParser):
@@ -303,7 +310,7 @@ class Preparation:
             params=request.params.model_copy(update={"stop": ()}),
             wants_ids=request.wants_ids or self._codec.chat_format == "harmony",
         )
-        return Choice(request, parser, stop, most_calls, index == 0, index, self._end_ids)
+        return Choice(request, parser, stop, offer.most_calls, index == 0, index, self._end_ids, only_calls=offer.must)
 
     def _request(
         self,

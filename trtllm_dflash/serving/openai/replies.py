@@ -81,7 +81,7 @@ class Reply:
     """A whole reply.
 
     Attributes:
-        prompt: text of the prompt, where the reply repeats it.
+        prompt: text of the prompt, where the reply repeats it; None: it does not.
         last: the kind of its last part.
         scored, scored_prompt: tokens, where log-probabilities are asked for.
     """
@@ -90,7 +90,7 @@ class Reply:
     content: str = ""
     calls: list[Call] = field(default_factory=list)
     reason: str = ""
-    prompt: str = ""
+    prompt: str | None = None
     last: PartKind | None = None
     scored: list[Scored] = field(default_factory=list)
     scored_prompt: list[Scored] = field(default_factory=list)
@@ -180,8 +180,8 @@ class CompletionForm(Form):
     def whole(self, replies: list[Reply], usage: Usage) -> dict[str, object]:
         choices = []
         for index, reply in enumerate(replies):
-            said = {"message": _message(reply)} if self._chat else {"text": reply.prompt + reply.content}
-            scored = [*reply.scored_prompt, *reply.scored] if reply.prompt else reply.scored
+            said = {"message": _message(reply)} if self._chat else {"text": (reply.prompt or "") + reply.content}
+            scored = reply.scored if reply.prompt is None else [*reply.scored_prompt, *reply.scored]
             logprobs = self._logprobs_of(index, scored)
             choice: dict[str, object] = {"index": index, **said, "logprobs": logprobs, "finish_reason": reply.reason}
             if self._prompts and self._tokens is not None:

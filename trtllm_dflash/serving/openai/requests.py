@@ -1,9 +1,11 @@
 """Requests to the OpenAI API: what is taken, and what is refused by its name."""
 
+import json
 from collections.abc import Mapping
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -13,7 +15,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 from typing_extensions import Self
 
 from trtllm_dflash.runtime.request import (
@@ -24,7 +26,6 @@ from trtllm_dflash.runtime.request import (
     MinP,
     Penalty,
     RepetitionPenalty,
-    Seed,
     StopText,
     Temperature,
     TopK,
@@ -94,6 +95,11 @@ def _count(most: object) -> object:
     return None if most is False else most
 
 
+#: What other servers take, too: a seed of 64 bits with its sign, and -1 for no limit.
+_SignedSeed = Annotated[int, Field(ge=-(2**63), lt=2**64), AfterValidator(lambda seed: seed % 2**64)]
+_AnyTopK = Annotated[TopK, BeforeValidator(lambda count: 0 if count == -1 else count)]
+
+
 def _stop_list(stop: object) -> object:
     return [stop] if isinstance(stop, str) else stop
 
@@ -123,8 +129,8 @@ class GenerationRequest(BaseModel):
     stream: bool = False
     temperature: Temperature | None = None
     top_p: TopP = 1.0
-    top_k: TopK = 0
-    seed: Seed | None = None
+    top_k: _AnyTopK = 0
+    seed: _SignedSeed | None = None
     stop: Annotated[list[StopText], FailFast(), BeforeValidator(_stop_list)] = []
     ignore_eos: bool = False
     draft: bool = True
@@ -295,7 +301,39 @@ def parse(kind: type[_R], body: bytes) -> _R:
     except ValidationError as error:
         if error.error_count() > MOST_FIELDS:
             raise ApiError(400, f"the body: {error.error_count()} of its fields are wrong") from None
-        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        param = ".".join(str(step) for step in problem["loc"]) or None
+        problem, place = _first_problem(error, body)
+        param = ".".join(map(str, place)) or None
         reason = "unknown field" if problem["type"] == "extra_forbidden" else " ".join(problem["msg"].split())
         raise ApiError(400, f"{param}: {reason}" if param else f"the body: {reason}", param) from None
+
+
+def _first_problem(error: ValidationError, body: bytes) -> tuple[ErrorDetails, list[str | int]]:
+    """Finds the first problem, and its place in the body.
+
+    Of a value that may be one of several forms each form has problems: that of the deepest is what was meant.
+    """
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    places = [_place(problem, body) for problem in problems]
+    of_forms = [at for at, place in enumerate(places) if place[:1] == places[0][:1]]
+    if len(places[0]) < len(problems[0]["loc"]):
+        best = max(of_forms, key=lambda at: (len(places[at]), -at))
+        return problems[best], places[best]
+    return problems[0], places[0]
+
+
+def _place(problem: ErrorDetails, body: bytes) -> list[str | int]:
+    """Names the fields on the way to a problem: between them stand names of the forms that a field may have."""
+    steps = problem["loc"]
+    try:
+        value: Any = json.loads(body) if steps else None
+    except ValueError:  # numbers of more digits than Python reads
+        return list(steps)
+    place: list[str | int] = []
+    for number, step in enumerate(steps):
+        is_there = step in value if isinstance(value, dict) else isinstance(value, list) and isinstance(step, int)
+        if is_there:
+            value = value[step]
+            place.append(step)
+        elif problem["type"] == "missing" and number == len(steps) - 1:
+            place.append(step)
+    return place

@@ -118,7 +118,7 @@ def _call(chat_format: ChatFormat, marks: Marks, rule: str, function: Callee) ->
 
 
 def _json_call(rule: str, function: Callee, head: str, tail: str) -> list[str]:
-    arguments = json_value({"type": "object", **function.schema}, function.strict)
+    arguments = json_value({**function.schema, "type": "object"}, function.strict)
     return [f"{rule}: {head} {rule}_arguments {tail}", f"{rule}_arguments: {arguments}"]
 
 
@@ -176,10 +176,18 @@ def _parameter(tags: Tags, rule: str, name: str, schema: object, function: Calle
 
 
 def _choices(schema: object) -> list[str]:
-    """Returns the texts of which a value is one; none where it may be something else."""
+    """Returns what is written of a value that is one of several texts, or null; nothing where it may be another."""
     choices = schema.get("enum") if isinstance(schema, Mapping) else None
-    is_of_texts = isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
-    return choices if is_of_texts and choices else []
+    if not isinstance(choices, list):
+        return []
+    # Of such types alone all but null is a text, and read as one.
+    if types_of(schema) == {"string", "null"} and not {"null", "None"} & set(filter(_is_text, choices)):
+        choices = ["null" if choice is None else choice for choice in choices]
+    return choices if all(map(_is_text, choices)) else []
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _is_held(schema: object) -> bool:

@@ -34,7 +34,7 @@ def gemma4_call(marks: Marks, rule: str, function: Callee) -> list[str]:
     """
     arguments = _Arguments(marks, rule, function)
     head = text(f"call:{function.name}")
-    body = arguments.value({"type": "object", **function.schema}, "#")
+    body = arguments.value({**function.schema, "type": "object"}, "#")
     return [f"{rule}: {head} {body} {marks.one(CALL_END)}", *arguments.rules]
 
 

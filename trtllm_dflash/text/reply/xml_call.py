@@ -163,15 +163,15 @@ class XmlCallParser(TextParser):
         return True
 
     def _in_value(self) -> bool:
-        ending = self._tags.parameter_end
-        at = self._buffer.find(ending)
-        if at < 0:
+        found = [at for end in self._value_ends if (at := self._buffer.find(end)) >= 0]
+        if not found:
             end = self._end_of_known()
             self._add_to_value(self._buffer[:end])
             self._buffer = self._buffer[end:]
             return False
+        at = min(found)
         self._add_to_value(self._buffer[:at].removesuffix(self._tags.edge))
-        self._buffer = self._buffer[at + len(ending) :]
+        self._buffer = self._buffer[at:].removeprefix(self._tags.parameter_end)
         self._emit("arguments", '"' if self._is_text else value_of("".join(self._value), self._types))
         self._state = self._between
         return True
@@ -186,8 +186,8 @@ class XmlCallParser(TextParser):
 
     def _end_of_known(self) -> int:
         """Finds what may be the beginning of the tag that ends a value."""
-        ending = self._tags.parameter_end
-        return len(self._buffer) - max(held(self._buffer, ending), held(self._buffer, self._tags.edge + ending))
+        ends = [*self._value_ends, self._tags.edge + self._tags.parameter_end]
+        return len(self._buffer) - max(held(self._buffer, end) for end in ends)
 
     def _ended(self) -> bool:
         if not self._reads_closing(self._tags.closing):
@@ -197,6 +197,13 @@ class XmlCallParser(TextParser):
         return True
 
     # ----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _value_ends(self) -> tuple[str, ...]:
+        """What ends a value: its tag, and where the model leaves that out, what no value is likely to have in it."""
+        tags = self._tags
+        others = [tags.edge + tags.parameter] if tags.edge else []
+        return tags.parameter_end, f"{tags.edge}{tags.function_end}\n{tags.closing}", *others
 
     @property
     def _is_text(self) -> bool:
