@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from unittest.mock import Mock
 
 import click
@@ -15,6 +16,7 @@ from tests.checkpoints import make_drafter, make_target
 from tests.conftest import TINY, refusal, run, succeeds
 from tests.processes import start
 from tests.waiting import PATIENCE
+from trtllm_dflash import __main__ as entry
 from trtllm_dflash import __version__, doctor
 from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.cli import main
@@ -323,3 +325,15 @@ def test_on_a_bare_machine_every_absence_has_a_cost_and_a_remedy(monkeypatch, tm
     for finding in findings:
         assert finding.cost
         assert finding.remedy
+
+
+def test_ctrl_c_while_the_commands_are_imported_is_one_line(monkeypatch, capsys):
+    class Interrupted(ModuleType):
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "trtllm_dflash.cli", Interrupted("cli"))
+    with pytest.raises(SystemExit) as ended:
+        entry.start()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "error: interrupted\n"

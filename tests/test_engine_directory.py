@@ -195,6 +195,18 @@ def test_of_two_builds_at_once_only_one_says_that_it_built(checkpoints, tmp_path
     assert json.loads((output / "config.json").read_text())["chunk"] != 7
 
 
+def test_of_two_equal_builds_at_once_the_later_one_finds_the_engine_there(checkpoints, tmp_path):
+    output = tmp_path / "engine"
+
+    def build_the_same(*_: object) -> None:
+        if not output.exists():
+            build(settings(checkpoints), tmp_path / "another")
+            (tmp_path / "another").rename(output)
+
+    assert not build(settings(checkpoints), output, progress=build_the_same)
+    assert os.listdir(tmp_path) == ["engine"]
+
+
 @pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("nowhere")], ids=["file", "link"])
 def test_a_file_that_comes_to_an_output_meanwhile_is_kept(make, checkpoints, tmp_path):
     output = tmp_path / "engine"
@@ -429,7 +441,8 @@ def test_force_does_not_take_a_stray_rank_file_for_an_engine(pair, tmp_path):
     folder = tmp_path / "thesis"
     folder.mkdir()
     (folder / "rank0.csv").write_text("1,2")
-    assert "is not an engine directory" in refusal("build", *pair, "--output", folder, "--force")
+    for more in ((), ("--force",)):
+        assert "is not an engine directory" in refusal("build", *pair, "--output", folder, *more)
     assert (folder / "rank0.csv").read_text() == "1,2"
 
 

@@ -156,6 +156,7 @@ def test_a_server_that_is_not_there_is_one_line_with_its_arm(four, tmp_path):
     said = refusal("sweep", "--compare", named(four), *QUICK, "--model", "ngram=other", "--output", tmp_path / "c")
     assert "--model other" in said
     assert "ngram" in said
+    assert not list(tmp_path.iterdir())  # no folder of which nothing came
 
 
 @pytest.mark.slow

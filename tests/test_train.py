@@ -456,6 +456,11 @@ def write(file: Path, rows: list[object]) -> Path:
     return file
 
 
+def test_a_file_without_a_prompt_is_named(tmp_path):
+    with pytest.raises(SettingsError, match=r"--data .*a\.jsonl: holds no prompt"):
+        split(settings(write(tmp_path / "a.jsonl", [])))
+
+
 def test_a_prompt_stays_on_its_side_whatever_else_is_in_the_file(tmp_path):
     rows: list[object] = [{"prompt": f"What is {i} + {i}?", "domain": "sums"} for i in range(200)]
     one = split(settings(write(tmp_path / "a.jsonl", rows), held_out=0.2))

@@ -108,6 +108,13 @@ def test_every_option_and_key_has_a_reason(runtime):
             assert before.lstrip().startswith("# ") and len(before.strip()) > 4, line
 
 
+def test_a_file_is_no_checkpoints_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes").touch()
+    asked = ("launch", "--runtime", "vllm", "--target", "notes", "--method", "none", "--gpu", "h200", "--dry-run")
+    assert "notes is a file; pass the checkpoint's folder" in refusal(*asked)
+
+
 def test_a_shorter_draft_reaches_each_runtime_in_its_own_counting():
     asked = ("--model", "qwen3-8b", "--gpu", "h200", "--draft-length", "7")
     assert '"num_speculative_tokens":7' in launched("vllm", *asked)

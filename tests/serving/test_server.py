@@ -247,6 +247,7 @@ def test_triton_listens_at_the_host_where_it_is_exposed_with_one_line_of_the_ris
 def test_what_cannot_be_served_is_refused_before_triton_starts(quick, served_engine, tmp_path):
     assert "/nowhere: not an engine directory" in refusal("serve", "--engine", "/nowhere")
     assert "--repository" in refusal("serve", "--engine", served_engine, "--repository", tmp_path / "none")
+    assert "holds no model" in refusal("serve", "--engine", served_engine, "--repository", served_engine)
     of_another = tmp_path / "repository"
     deploy(build_tiny(tmp_path / "another"), of_another)
     assert "it is not for --engine" in refusal("serve", "--engine", served_engine, "--repository", of_another)

@@ -51,6 +51,10 @@ def build(
     for remark in plan.remarks:
         say(remark)
     config = plan.config.model_copy(update={"sources": _source_digests(pair, plan.draft_text)})
+    if output.exists() and not is_engine(output):
+        raise EngineError(
+            f"--output {output}: is not an engine directory, which --force would replace; use another, or remove it"
+        )
     if output.exists() and not force:
         if _is_same_engine(output, config):
             return False
@@ -58,13 +62,24 @@ def build(
             raise EngineError(
                 f"{output}: exists and is not this engine; use another --output, or --force to replace it"
             )
-    if output.exists() and not is_engine(output):
-        raise EngineError(f"{output}: is not an engine directory, so --force does not replace it; remove it yourself")
     check_apart(output, _sources(pair))
     pair = as_planned(
         pair, config, plan.draft_text, lambda done, total: progress("counting tokens, kB", done // 1000, total // 1000)
     )
-    with written_aside(output, replaces=force or refresh) as folder:
+    try:
+        _write(pair, config, settings, output, force or refresh, progress)
+    except EngineError:
+        if not force and output.exists() and _is_same_engine(output, config):  # another process was sooner
+            return False
+        raise
+    return True
+
+
+def _write(
+    pair: Pair, config: EngineConfig, settings: BuildSettings, output: Path, replaces: bool, progress: Progress
+) -> None:
+    """Writes the engine aside, and gives it its name."""
+    with written_aside(output, replaces=replaces) as folder:
         _copy_files(pair, settings, folder)
         if config.backend == "tensorrt":
             plans = compile_ranks(pair, config, folder, output.parent, settings.workers, progress)
@@ -75,7 +90,6 @@ def build(
         files = {file.name: digest(file) for file in sorted(folder.iterdir())}
         config = config.model_copy(update={"files": files})
         (folder / CONFIG_FILE).write_text(config.model_dump_json(indent=2) + "\n")
-    return True
 
 
 def _copy_files(pair: Pair, settings: BuildSettings, folder: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,13 +110,18 @@ class _Store:
         from trtllm_dflash.sweep.results import Results
         from trtllm_dflash.sweep.sweep import open_results, plan_results
 
-        fresh = plan_results(settings, dataset, **about)
+        fresh, is_new = plan_results(settings, dataset, **about), not self.folder.exists()
         with writing(self.folder):
             results: Results = open_results(fresh, self.folder, self._resume, self._force)
-        with held(self.folder, "sweep"):
-            for warning in results.warnings:
-                click.echo(f"warning: {warning}", err=True)
-            self._run(settings, dataset, make, results)
+        try:
+            with held(self.folder, "sweep"):
+                for warning in results.warnings:
+                    click.echo(f"warning: {warning}", err=True)
+                self._run(settings, dataset, make, results)
+        finally:
+            if is_new and not results.rounds:
+                with suppress(OSError):  # somebody has put something there
+                    self.folder.rmdir()
 
     def _run(
         self, settings: "SweepSettings", dataset: "Dataset", make: "Callable[[], Target]", results: "Results"

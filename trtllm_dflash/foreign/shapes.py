@@ -188,8 +188,8 @@ def counted_bytes(raw: Mapping[str, Any]) -> int:
 
 
 def names_folder(name: str) -> bool:
-    """Whether a checkpoint's name is a folder's path, on this machine or in the package, and not Hugging Face's."""
-    return name.startswith((PACKAGE, ".", "~", "/")) or Path(name).is_dir() or name.count("/") > 1
+    """Whether a checkpoint's name is a path, on this machine or in the package, and not Hugging Face's."""
+    return name.startswith((PACKAGE, ".", "~", "/")) or Path(name).exists() or name.count("/") > 1
 
 
 def find_folder(name: str) -> Path | None:

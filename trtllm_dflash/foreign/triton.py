@@ -107,8 +107,8 @@ def deploy_llmapi(plan: Plan, output: Path, force: bool = False) -> None:
         config = output / "tensorrt_llm" / "config.pbtxt"
         if not (config.is_file() and config.read_text(errors="replace").startswith(MARK)):
             raise EngineError(
-                f"{output}: is not a model repository of this command's, so --force does not replace it; "
-                "remove it yourself"
+                f"--output {output}: is not a model repository of this command's, which --force would replace; "
+                "use another, or remove it"
             )
         if all((output / name).is_file() and (output / name).read_text() == text for name, text in files.items()):
             return

@@ -81,6 +81,8 @@ def read_lines(file: Path) -> list[Record]:
 
 def _divided(settings: TrainSettings, flag: str, file: Path) -> Split:
     records = {record.id: record for record in _records(settings, flag, file)}.values()
+    if not records:
+        raise SettingsError(f"{flag} {file}: holds no prompt")
     held_out = [record for record in records if int(record.id, 16) / 16 ** len(record.id) < settings.held_out]
     out = {record.id for record in held_out}
     return Split([record for record in records if record.id not in out], held_out)

@@ -200,7 +200,7 @@ class XmlCallParser(TextParser):
 
     @property
     def _value_ends(self) -> tuple[str, ...]:
-        """What ends a value: its tag, and where the model leaves that out, what no value is likely to have in it."""
+        """Lists what ends a value: its tag, and for where the model leaves that out, what is hardly in any."""
         tags = self._tags
         others = [tags.edge + tags.parameter] if tags.edge else []
         return tags.parameter_end, f"{tags.edge}{tags.function_end}\n{tags.closing}", *others
