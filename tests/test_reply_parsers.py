@@ -632,13 +632,13 @@ def test_a_template_shows_its_format(template, expected):
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
-def test_a_value_whose_end_was_left_out_ends_with_what_comes_next(size):
-    head = "<tool_call>\n<function=write>\n<parameter=text>\na\n"
-    for rest, arguments in (
-        ("<parameter=count>\n5\n</parameter>\n</function>\n</tool_call>", {"text": "a", "count": 5}),
-        ("</function>\n</tool_call>", {"text": "a"}),
-        ("</function>\n\n</parameter>\n</function>\n</tool_call>", {"text": "a\n</function>\n"}),
+def test_a_value_whose_end_was_left_out_ends_with_its_reply(size):
+    head, end = "<tool_call>\n<function=write>\n<parameter=", "\n</function>\n</tool_call>"
+    for body, arguments in (
+        ("text>\na" + end, {"text": "a"}),
+        ("count>\n5" + end + "\n", {"count": 5}),
+        (f"text>\na{end}\n</parameter>{end}", {"text": "a" + end}),
     ):
-        text = head + rest
+        text = head + body
         parts = parsed("qwen3-coder", [text[at : at + size] for at in range(0, len(text), size)])
         assert calls_of(parts) == [("write", arguments)]

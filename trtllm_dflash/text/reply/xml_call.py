@@ -163,21 +163,28 @@ class XmlCallParser(TextParser):
         return True
 
     def _in_value(self) -> bool:
-        found = [at for end in self._value_ends if (at := self._buffer.find(end)) >= 0]
-        if not found:
+        ending = self._tags.parameter_end
+        at = self._buffer.find(ending)
+        if at < 0:
             end = self._end_of_known()
             self._add_to_value(self._buffer[:end])
             self._buffer = self._buffer[end:]
             return False
-        at = min(found)
-        self._add_to_value(self._buffer[:at].removesuffix(self._tags.edge))
-        self._buffer = self._buffer[at:].removeprefix(self._tags.parameter_end)
-        self._emit("arguments", '"' if self._is_text else value_of("".join(self._value), self._types))
+        self._close_value(self._buffer[:at].removesuffix(self._tags.edge))
+        self._buffer = self._buffer[at + len(ending) :]
         self._state = self._between
         return True
 
+    def _close_value(self, last: str) -> None:
+        self._add_to_value(last)
+        self._emit("arguments", '"' if self._is_text else value_of("".join(self._value), self._types))
+
     def _end_of_value(self) -> None:
-        """Hands on a value that is cut off, as far as it went."""
+        """Hands on a value that is cut off, as far as it went; or whole, where the model has left out its tag alone."""
+        if self._buffer.rstrip().endswith(self._end_of_call):
+            self._close_value(self._buffer.rstrip().removesuffix(self._end_of_call))
+            self._emit("arguments", "}")
+            return
         if self._is_text:
             self._add_to_value(self._buffer)
             return
@@ -185,9 +192,12 @@ class XmlCallParser(TextParser):
         self._emit("arguments", value_of(cut, self._types) if cut.strip() else "")
 
     def _end_of_known(self) -> int:
-        """Finds what may be the beginning of the tag that ends a value."""
-        ends = [*self._value_ends, self._tags.edge + self._tags.parameter_end]
-        return len(self._buffer) - max(held(self._buffer, end) for end in ends)
+        """Finds what may be the beginning of what ends a value, or such an end, if nothing comes behind it."""
+        text, end = self._buffer.rstrip(), self._tags.parameter_end
+        if text.endswith(self._end_of_call):
+            return len(text) - len(self._end_of_call)
+        ends = end, self._tags.edge + end, self._end_of_call
+        return len(self._buffer) - max(held(self._buffer, each) for each in ends)
 
     def _ended(self) -> bool:
         if not self._reads_closing(self._tags.closing):
@@ -199,11 +209,8 @@ class XmlCallParser(TextParser):
     # ----------------------------------------------------------------------------------------------------------------
 
     @property
-    def _value_ends(self) -> tuple[str, ...]:
-        """Lists what ends a value: its tag, and for where the model leaves that out, what is hardly in any."""
-        tags = self._tags
-        others = [tags.edge + tags.parameter] if tags.edge else []
-        return tags.parameter_end, f"{tags.edge}{tags.function_end}\n{tags.closing}", *others
+    def _end_of_call(self) -> str:
+        return f"{self._tags.edge}{self._tags.function_end}\n{self._tags.closing}"
 
     @property
     def _is_text(self) -> bool:
