@@ -39,6 +39,8 @@ def held(folder: Path, whose: str) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise SettingsError(f"--output {folder}: another {whose} is using it") from None
+        except OSError:  # a file system without locks: there nobody is kept from it
+            pass
         yield
     finally:
         os.close(lock)

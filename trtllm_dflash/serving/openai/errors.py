@@ -9,7 +9,7 @@ from trtllm_dflash.serving.client import UnavailableError
 
 _log = logging.getLogger(__name__)
 
-_RULE = re.compile(r"\bcall_(\d+)_\w+")  # of a call's grammar
+_RULE = re.compile(r"^ call_(\d+)_\w+(?=:)")  # of a call's grammar, at the beginning of what is wrong with it
 
 # Names in the server's messages, as OpenAI's clients know them.
 _PARAMS = {
@@ -88,7 +88,7 @@ def as_api_error(
         field, colon, reason = str(error).partition(":")
         param = form_field if field == "guided_decoding_guide" else _PARAMS.get(field)
         if functions and param == form_field:
-            reason = _RULE.sub(lambda rule: repr(functions[int(rule[1])]), reason)
+            reason = _RULE.sub(lambda rule: f" {functions[int(rule[1])]!r}", reason)
         return ApiError(400, f"{param or field}{colon}{reason}", param)
     _log.error("request %s failed", request_id, exc_info=error)
     return ApiError(500, f"the server failed; its log says why (request {request_id})", code="internal")
