@@ -3,8 +3,10 @@
 import asyncio
 import json
 import shutil
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import median, median_low
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -218,6 +220,22 @@ def test_a_model_that_is_not_there_is_one_line(server, tmp_path):
     said = refusal("sweep", "--url", server.url, "--model", "nope", "--output", tmp_path)
     assert "--model" in said
     assert "nope" in said
+
+
+def test_a_server_of_something_else_is_told_from_one_of_openais_api(tmp_path):
+    class Nothing(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_error(404)
+
+        def log_message(self, *_):
+            pass
+
+    other = ThreadingHTTPServer(("127.0.0.1", 0), Nothing)
+    with other:
+        Thread(target=other.serve_forever, daemon=True).start()
+        said = refusal("sweep", "--url", f"http://127.0.0.1:{other.server_port}", "--output", tmp_path / "out")
+        other.shutdown()
+    assert "no OpenAI API answers there: HTTP 404" in said and "Triton is given by its gRPC, as HOST:PORT" in said
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:9", "http://127.0.0.1:9"])

@@ -75,8 +75,9 @@ def quantize(
     check_apart(output, folders)
     is_ours = _is_quantized(output)
     if output.exists() and not (force and is_ours):
-        hint = "use another --output, or --force to replace it" if is_ours else "remove it"
-        raise EngineError(f"{output}: exists{'' if force else ' already'}; {hint}")
+        what = "exists" if is_ours else "is no quantized pair, which --force would replace"
+        hint = "or --force to replace it" if is_ours else "or remove it"
+        raise EngineError(f"--output {output}: {what}; use another, {hint}")
     report = QuantizeReport(
         settings.format, settings.kv, len(samples.calibration), len(samples.held_back), computed_in=""
     )

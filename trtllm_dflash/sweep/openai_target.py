@@ -55,6 +55,9 @@ class OpenAITarget(Target):
                 status, body = answer.status, await answer.read()
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             raise UnavailableError(f"{self._name}: no OpenAI API answers there: {error or 'timeout'}") from None
+        if status == 404:  # Triton's HTTP, say, whose gRPC is what is swept
+            said = f"{self._name}: no OpenAI API answers there: {refusal(status, body)}"
+            raise UnavailableError(f"{said}; Triton is given by its gRPC, as HOST:PORT")
         if status != 200:
             raise UnavailableError(f"{self._name}: {refusal(status, body)}")
         try:
