@@ -3,16 +3,16 @@
 import asyncio
 import json
 import shutil
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from statistics import median, median_low
-from threading import Thread
 
 import numpy as np
 import pytest
 
 import trtllm_dflash
 from tests.conftest import refusal, succeeds
+from tests.http_servers import listening
 from trtllm_dflash import SamplingParams
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.sweep.dataset import Dataset, Sample
@@ -230,11 +230,8 @@ def test_a_server_of_something_else_is_told_from_one_of_openais_api(tmp_path):
         def log_message(self, *_):
             pass
 
-    other = ThreadingHTTPServer(("127.0.0.1", 0), Nothing)
-    with other:
-        Thread(target=other.serve_forever, daemon=True).start()
-        said = refusal("sweep", "--url", f"http://127.0.0.1:{other.server_port}", "--output", tmp_path / "out")
-        other.shutdown()
+    with listening(Nothing) as url:
+        said = refusal("sweep", "--url", url, "--output", tmp_path / "out")
     assert "no OpenAI API answers there: HTTP 404" in said and "Triton is given by its gRPC, as HOST:PORT" in said
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from trtllm_dflash.checkpoint.folder import INDEX_FILE
+from trtllm_dflash.checkpoint.drafter_config import read_drafter_config
+from trtllm_dflash.checkpoint.folder import INDEX_FILE, read_json
 from trtllm_dflash.cost.published import Shape
 from trtllm_dflash.cost.shapes import drafter_of, find_shape
 from trtllm_dflash.engine.config import Progress
@@ -56,10 +57,9 @@ def write_random_pair(
         SettingsError: the shape is not known, or we do not compute its family.
     """
     folders = write_configs(folder, name, layers)
-    shape = find_shape(name)
-    config = read_target_config(shape.target_of(layers or shape.facts.target_layers))
-    _write_tensors(folders[0], parts_of(build_target(config).weights()), progress, device)
-    _write_tensors(folders[1], parts_of(Drafter(drafter_of(shape, config)).weights()), progress, device)
+    target, drafter = (read_json(part / "config.json") for part in folders)
+    _write_tensors(folders[0], parts_of(build_target(read_target_config(target)).weights()), progress, device)
+    _write_tensors(folders[1], parts_of(Drafter(read_drafter_config(drafter)).weights()), progress, device)
     return folders
 
 

@@ -1,7 +1,6 @@
 """Assumptions of a plan's figures, in words for whoever reads them."""
 
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
-from trtllm_dflash.cost.floor import is_expert
 from trtllm_dflash.cost.gpus import PublishedGPU, capability
 from trtllm_dflash.cost.memory import computes_all_experts, is_multiplied_in_fp8, pages_on_gpu, stored_as
 from trtllm_dflash.cost.prediction import (
@@ -10,6 +9,7 @@ from trtllm_dflash.cost.prediction import (
     MIXTURE_ERROR_BOUND,
     decoded_share,
     rows_at_once,
+    stored_experts,
 )
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.kernels import HEAD_SIZES, HOPPER
@@ -75,12 +75,7 @@ def expert_precision(config: EngineConfig) -> str | None:
     if moe is None:
         return None
     if not moe.mxfp4:
-        if isinstance(config.target, PlannedConfig) and any(matrix.packed for matrix in config.target.matrices):
-            return "int4"
-        for weight in target_weights(config.target):
-            if is_expert(weight) and weight.precision is not WeightPrecision.ENGINE:
-                return str(weight.precision.value)
-        return config.precision
+        return stored_experts(config.target) or config.precision
     if config.backend == "torch":
         return "mxfp4"
     gpu = capability(str(config.gpu))

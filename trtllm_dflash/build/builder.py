@@ -21,6 +21,7 @@ from trtllm_dflash.engine.directory import (
     check_file,
     digest,
     is_engine,
+    not_replaced,
     read_config,
     weights_file,
     written_aside,
@@ -52,9 +53,7 @@ def build(
         say(remark)
     config = plan.config.model_copy(update={"sources": _source_digests(pair, plan.draft_text)})
     if output.exists() and not is_engine(output):
-        raise EngineError(
-            f"--output {output}: is not an engine directory, which --force would replace; use another, or remove it"
-        )
+        raise not_replaced(output, "not an engine directory")
     if output.exists() and not force:
         if _is_same_engine(output, config):
             return False

@@ -67,8 +67,10 @@ def _deploy_runtime(output: Path, force: bool, pair: dict[str, Any], others: dic
 
 def _warn_of_shells(repository: Path) -> None:
     """Warn of a path that Triton, which names it to a shell without quotes, would not find; `serve` goes round it."""
-    place = str(repository.absolute())
-    if shlex.quote(place) != place:
+    from trtllm_dflash.serving.repository import is_found
+
+    place = repository.absolute()
+    if not is_found(place):
         click.echo(
             f"warning: {place}: a Triton of your own does not load Python models from there, for its shell reads the "
             "name otherwise; give --output a path without spaces or signs, or use trtllm-dflash serve",

@@ -141,8 +141,7 @@ class StepCount:
             attention += self._attention(mixer, layers * batch * (seen[0] + rows - 1), layers * batch * sum(seen))
         products = self._target.dense_work(tokens) + self._embedding_rows(tokens)
         experts = self._target.expert_work(tokens)
-        sizes = target.layers, tokens, target.hidden_size
-        return PartWork(products, experts, attention, *sizes, states, nets, rows)
+        return PartWork(products, experts, attention, target.layers, tokens, target.hidden_size, states, nets, rows)
 
     def _context_work(self, drafter: DrafterConfig, batch: int, rows: int) -> PartWork:
         """Counts the drafter's K and V of committed tokens, one a slot at least; they skip its other matrices."""

@@ -24,6 +24,7 @@ from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.kernels import ALL_REDUCE_BYTES, ALL_REDUCE_RANKS, HALVES, OLDEST_GPU, SKINNY_ROWS, takes_nvfp4
 from trtllm_dflash.models import target_weights
 from trtllm_dflash.models.decoder import DecoderConfig
+from trtllm_dflash.models.planned import PlannedConfig
 from trtllm_dflash.models.weights import WeightPrecision
 from trtllm_dflash.step import Drafting
 
@@ -67,17 +68,13 @@ class _Experts:
     decoded: float | None = None  # bytes a second that an H200 decodes; others in proportion to operations in FP32
 
 
+_EXPERTS_IN_FP8 = _Experts(16.5e-6, 0.12, 7.69e12)
+#: By the name of `stored_experts`.
 _EXPERTS = {
-    "numbers": _Experts(4.2e-6, 1.88),
+    None: _Experts(4.2e-6, 1.88),
     "mxfp4": _Experts(9.8e-6, 1.45, 6.17e12),
-    "fp8": _Experts(16.5e-6, 0.12, 7.69e12),
-}
-_FORMATS = {
-    WeightPrecision.FP8: "fp8",
-    WeightPrecision.FP8_BLOCKS: "fp8",
-    WeightPrecision.NVFP4: "nvfp4",
-    WeightPrecision.BYTES: "int4",
-    WeightPrecision.INT4: "int4",
+    "fp8": _EXPERTS_IN_FP8,
+    "fp8-blocks": _EXPERTS_IN_FP8,
 }
 
 # Sums: latency, and the share of the link's rate one way. In our kernel every rank reads all others' rows; in NCCL's
@@ -102,7 +99,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """The whole step: the sum, since nothing overlaps."""
+        """The whole step: the sum, since nothing overlaps, and the floor at least."""
         return max(self.floor, self.products + self.attention + self.layers + self.sums)
 
 
@@ -207,7 +204,7 @@ def decoded_share(config: EngineConfig, gpu: PublishedGPU) -> float | None:
     moe, capability = config.target.moe, divmod(gpu.capability, 10)
     if config.backend != "torch" or moe is None or config.dtype not in HALVES or capability < OLDEST_GPU:
         return None
-    stored = _stored(config.target)
+    stored = stored_experts(config.target)
     if stored == "nvfp4":
         columns = moe.intermediate_size // (1 if moe.expert_parallel else config.tp)
         return _NVFP4_SHARE if takes_nvfp4(config.target.hidden_size, columns, capability) else None
@@ -220,15 +217,17 @@ def decoded_share(config: EngineConfig, gpu: PublishedGPU) -> float | None:
 
 
 def _experts(config: EngineConfig) -> _Experts:
-    return _EXPERTS.get(_stored(config.target), _EXPERTS["mxfp4"])  # likewise of other formats in four bits
+    return _EXPERTS.get(stored_experts(config.target), _EXPERTS["mxfp4"])  # likewise of other formats in four bits
 
 
 @lru_cache  # a plan asks for the same again and again
-def _stored(target: DecoderConfig) -> str:
-    """Names the format that a target's experts are in: "numbers" are the engine's own."""
+def stored_experts(target: DecoderConfig) -> str | None:
+    """Names the format that a target's experts are stored in; None: the engine's own type, or there are none."""
     if target.moe is not None and target.moe.mxfp4:
         return "mxfp4"
+    if isinstance(target, PlannedConfig) and any(matrix.packed for matrix in target.matrices):
+        return "int4"
     for weight in target_weights(target):
-        if is_expert(weight) and weight.precision in _FORMATS:
-            return _FORMATS[weight.precision]
-    return "numbers"
+        if is_expert(weight) and weight.precision is not WeightPrecision.ENGINE:
+            return str(weight.precision.value)
+    return None

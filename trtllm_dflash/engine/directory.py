@@ -95,6 +95,15 @@ def written_aside(path: Path, what: str = "engine", *, replaces: bool) -> Iterat
         shutil.rmtree(aside, ignore_errors=True)
 
 
+def not_replaced(output: Path, what: str) -> EngineError:
+    """Makes the error of an output where something else stands than its command's `--force` replaces.
+
+    Args:
+        what: it is, as in "no engine".
+    """
+    return EngineError(f"--output {output}: is {what}, which --force would replace; use another, or remove it")
+
+
 def _rename_to_new(aside: Path, path: Path, named: Path, what: str) -> None:
     """Gives a folder a name that nothing has; the file system refuses it where another process was sooner."""
     try:

@@ -7,7 +7,7 @@ version that fits the library there.
 
 from pathlib import Path
 
-from trtllm_dflash.engine.directory import written_aside
+from trtllm_dflash.engine.directory import not_replaced, written_aside
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.foreign import tensorrt_llm
 from trtllm_dflash.foreign.plan import Plan
@@ -106,10 +106,7 @@ def deploy_llmapi(plan: Plan, output: Path, force: bool = False) -> None:
     if output.exists() and any(output.iterdir() if output.is_dir() else [output]):
         config = output / "tensorrt_llm" / "config.pbtxt"
         if not (config.is_file() and config.read_text(errors="replace").startswith(MARK)):
-            raise EngineError(
-                f"--output {output}: is not a model repository of this command's, which --force would replace; "
-                "use another, or remove it"
-            )
+            raise not_replaced(output, "not a model repository of this command's")
         if all((output / name).is_file() and (output / name).read_text() == text for name, text in files.items()):
             return
         if not force:

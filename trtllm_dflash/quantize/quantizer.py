@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from trtllm_dflash.checkpoint.hub import resolve
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.engine.config import Progress
-from trtllm_dflash.engine.directory import check_apart, written_aside
+from trtllm_dflash.engine.directory import check_apart, not_replaced, written_aside
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.models import build_target
@@ -73,11 +73,10 @@ def quantize(
         )
     samples = read_samples(settings.text, codec, settings.samples, settings.held_back, length)
     check_apart(output, folders)
-    is_ours = _is_quantized(output)
-    if output.exists() and not (force and is_ours):
-        what = "exists" if is_ours else "is no quantized pair, which --force would replace"
-        hint = "or --force to replace it" if is_ours else "or remove it"
-        raise EngineError(f"--output {output}: {what}; use another, {hint}")
+    if output.exists() and not _is_quantized(output):
+        raise not_replaced(output, "no quantized pair")
+    if output.exists() and not force:
+        raise EngineError(f"--output {output}: exists; use another, or --force to replace it")
     report = QuantizeReport(
         settings.format, settings.kv, len(samples.calibration), len(samples.held_back), computed_in=""
     )

@@ -1,13 +1,14 @@
 """`deploy`: the model repository that Triton loads, made of the templates in `triton_repo/`."""
 
 import os
+import shlex
 from pathlib import Path
 from string import Template
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from trtllm_dflash.engine.directory import read_config, written_aside
+from trtllm_dflash.engine.directory import not_replaced, read_config, written_aside
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.runtime.draft_length import check_draft_length
 from trtllm_dflash.runtime.settings import ServiceSettings
@@ -19,6 +20,11 @@ MARK = "# Written by `trtllm-dflash deploy`"
 
 #: Requests beyond those that the engine takes: the unary model hands them on too, so that they are refused at once.
 _SPARE_REQUESTS = 64
+
+
+def is_found(place: Path) -> bool:
+    """Whether Triton, which names its Python models' places to a shell without quotes, finds them there."""
+    return shlex.quote(str(place)) == str(place)
 
 
 class DeploySettings(ServiceSettings):
@@ -58,10 +64,7 @@ def deploy(engine: Path, output: Path, settings: DeploySettings | None = None, f
     files = render(engine, settings or DeploySettings())
     if output.exists() and not _is_empty_folder(output):
         if not is_repository(output):
-            raise EngineError(
-                f"--output {output}: is not a model repository of ours, which --force would replace; use another, or "
-                "remove it"
-            )
+            raise not_replaced(output, "not a model repository of ours")
         if all(_holds(output / name, text) for name, text in files.items()):
             return
         if not force:

@@ -1,6 +1,5 @@
 """`serve`: an engine behind Triton and, with an OpenAI port, the gateway, until one of them ends."""
 
-import shlex
 import socket
 import tempfile
 import threading
@@ -16,7 +15,7 @@ from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.serving.claim import Claim
 from trtllm_dflash.serving.endpoints import Endpoints
 from trtllm_dflash.serving.gate import Gate
-from trtllm_dflash.serving.repository import DeploySettings, deploy, render
+from trtllm_dflash.serving.repository import DeploySettings, deploy, is_found, render
 from trtllm_dflash.serving.server import DRAIN_SECONDS, RANK_MODEL, Server
 from trtllm_dflash.serving.triton import EXTRA
 
@@ -121,8 +120,8 @@ def serving(
 
 def _check_temporary() -> None:
     """Refuses temporary folders that Triton, which names its backends' to a shell without quotes, would not find."""
-    place = tempfile.gettempdir()
-    if shlex.quote(place) != place:
+    place = Path(tempfile.gettempdir())
+    if not is_found(place):
         raise SettingsError(f"TMPDIR {place}: Triton's shell reads it otherwise; name a folder without spaces or signs")
 
 

@@ -240,8 +240,10 @@ class Grammars:
     def _place_in_rule(self, source: str, error: str) -> tuple[str, str]:
         """Finds what is wrong with a JSON schema in a grammar: its rule and the place in it, and what it is."""
         found = _OF_JSON.search(error)
-        rule, _, schema = source.splitlines()[int(found[1]) - 1].partition(": %json ") if found else ("", "", "")
-        if found is None or not schema:
+        if found is None:
+            return "", error
+        rule, _, schema = source.splitlines()[int(found[1]) - 1].partition(": %json ")
+        if not schema:
             return "", error
         try:
             root = json.loads(schema)

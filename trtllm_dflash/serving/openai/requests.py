@@ -313,21 +313,21 @@ def _first_problem(error: ValidationError, body: bytes) -> tuple[ErrorDetails, l
     Of a value that may be one of several forms each form has problems: that of the deepest is what was meant.
     """
     problems = error.errors(include_url=False, include_context=False, include_input=False)
-    places = [_place(problem, body) for problem in problems]
-    of_forms = [at for at, place in enumerate(places) if place[:1] == places[0][:1]]
-    if len(places[0]) < len(problems[0]["loc"]):
-        best = max(of_forms, key=lambda at: (len(places[at]), -at))
-        return problems[best], places[best]
-    return problems[0], places[0]
+    first = problems[0]
+    try:
+        document = json.loads(body) if first["loc"] else None
+    except ValueError:  # numbers of more digits than Python reads
+        return first, list(first["loc"])
+    place = _place(first, document)
+    if len(place) == len(first["loc"]):
+        return first, place
+    placed = [(problem, _place(problem, document)) for problem in problems]
+    return max((one for one in placed if one[1][:1] == place[:1]), key=lambda one: len(one[1]))
 
 
-def _place(problem: ErrorDetails, body: bytes) -> list[str | int]:
+def _place(problem: ErrorDetails, value: Any) -> list[str | int]:
     """Names the fields on the way to a problem: between them stand names of the forms that a field may have."""
     steps = problem["loc"]
-    try:
-        value: Any = json.loads(body) if steps else None
-    except ValueError:  # numbers of more digits than Python reads
-        return list(steps)
     place: list[str | int] = []
     for number, step in enumerate(steps):
         is_there = step in value if isinstance(value, dict) else isinstance(value, list) and isinstance(step, int)

@@ -55,6 +55,7 @@ class XmlCallParser(TextParser):
     def __init__(self, tags: Tags, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         super().__init__()
         self._tags = tags
+        self._end_of_call = f"{tags.edge}{tags.function_end}\n{tags.closing}"  # behind the last value's own tag
         self._schemas = schemas
         self._state: Callable[[], bool] = self._content
         self._markup = ""  # what was read of a call that has not begun
@@ -181,14 +182,15 @@ class XmlCallParser(TextParser):
 
     def _end_of_value(self) -> None:
         """Hands on a value that is cut off, as far as it went; or whole, where the model has left out its tag alone."""
-        if self._buffer.rstrip().endswith(self._end_of_call):
-            self._close_value(self._buffer.rstrip().removesuffix(self._end_of_call))
+        end = self._end_of_known()
+        if self._buffer[end:].rstrip() == self._end_of_call:
+            self._close_value(self._buffer[:end])
             self._emit("arguments", "}")
             return
         if self._is_text:
             self._add_to_value(self._buffer)
             return
-        cut = "".join([*self._value, self._buffer[: self._end_of_known()]])
+        cut = "".join([*self._value, self._buffer[:end]])
         self._emit("arguments", value_of(cut, self._types) if cut.strip() else "")
 
     def _end_of_known(self) -> int:
@@ -207,10 +209,6 @@ class XmlCallParser(TextParser):
         return True
 
     # ----------------------------------------------------------------------------------------------------------------
-
-    @property
-    def _end_of_call(self) -> str:
-        return f"{self._tags.edge}{self._tags.function_end}\n{self._tags.closing}"
 
     @property
     def _is_text(self) -> bool:
