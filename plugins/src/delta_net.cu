@@ -27,7 +27,7 @@ namespace
 
 // Value heads of all segments, up to which a block has 32 values of heads of 128, and up to which it has 64.
 constexpr int kFewHeads = 64;
-constexpr int kMoreHeads = 800;
+constexpr int kMoreHeads = 300;
 
 // Fills the output of rows between a segment's and the next one's with zeros: they belong to nobody.
 template <typename T, int kSize, int kBlockValues>
