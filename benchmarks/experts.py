@@ -22,8 +22,8 @@ from kernels import copy_rate, normal, seconds
 
 from trtllm_dflash.ops.base import ClampedSwiglu, MoELayer
 from trtllm_dflash.ops.cuda_experts import moe_kernel
+from trtllm_dflash.ops.expert_tiles import ExpertTiles
 from trtllm_dflash.ops.experts import Experts, in_tiles
-from trtllm_dflash.ops.nvfp4_tiles import scales_in_order, tile_scales
 
 Tensor = torch.Tensor
 
@@ -81,17 +81,8 @@ def random_experts(shape: Shape) -> dict[str, Tensor]:
         key = f"experts.{name}."
         if shape.clamp:
             tensors[key + "bias"] = normal(shape.stack, rows)
-        if shape.weight == "mxfp4":
-            blocks = shape.stack, rows, inputs // 32
-            packed = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8, device="cuda")
-            tensors[key + "words"] = packed.flatten(-2).view(torch.int32)  # any bits are interleaved
-            tensors[key + "scales"] = torch.randint(117, 121, blocks, dtype=torch.uint8, device="cuda")
-        elif shape.weight == "nvfp4":
-            packed = torch.randint(0, 256, (shape.stack, rows, inputs // 2), dtype=torch.uint8, device="cuda")
-            scale = (0.5 + torch.rand(shape.stack, rows, inputs // 16, device="cuda")).to(torch.float8_e4m3fn)
-            tensors[key + "words"] = packed.view(torch.int32)  # any bits are interleaved
-            tensors[key + "tiles"] = tile_scales(scale)
-            tensors[key + "global_scale"] = torch.full((shape.stack, rows), inputs**-0.5 / 4, device="cuda")
+        if shape.weight in ("mxfp4", "nvfp4"):
+            tensors |= random_tiles(shape, key, rows, inputs)
         elif shape.weight == "int4":
             words = torch.randint(2**31, (shape.stack, rows, inputs // 8), dtype=torch.int32, device="cuda")
             tensors[key + "weight"] = words
@@ -105,14 +96,17 @@ def random_experts(shape: Shape) -> dict[str, Tensor]:
     return tensors
 
 
-def as_stored(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors that torch takes without our kernels: NVFP4 in the order of its checkpoints."""
-    stored = dict(tensors)
-    for name in [name for name in tensors if name.endswith(".tiles")]:
-        key = name.removesuffix("tiles")
-        stored[key + "weight"] = stored.pop(key + "words").view(torch.uint8)
-        stored[key + "scale"] = scales_in_order(stored.pop(name))
-    return stored
+def random_tiles(shape: Shape, key: str, rows: int, inputs: int) -> dict[str, Tensor]:
+    """A matrix of E2M1 numbers in the kernels' order, and what scales its rows in NVFP4."""
+    blocks = torch.randint(0, 256, (shape.stack, rows, inputs // 32, 16), dtype=torch.uint8, device="cuda")
+    told = "gate_up" in key, True
+    if shape.weight == "mxfp4":
+        scales = torch.randint(117, 121, blocks.shape[:3], dtype=torch.uint8, device="cuda")
+        return {key + "tiles": ExpertTiles.of_mxfp4(blocks, scales, *told).tiles}
+    scale = (0.5 + torch.rand(shape.stack, rows, inputs // 16, device="cuda")).to(torch.float8_e4m3fn)
+    of_rows = torch.full((shape.stack, rows), inputs**-0.5 / 4, device="cuda")
+    tiles = ExpertTiles.of_nvfp4(blocks.flatten(2), scale, of_rows, *told).tiles
+    return {key + "tiles": tiles, key + "global_scale": of_rows}
 
 
 def measure(
@@ -143,8 +137,7 @@ def measure(
     time = medians["ours"]
     theirs = None
     if torchs and not shape.has_shared:  # torch computes a shared one beside the others
-        stored = [Experts.of(as_stored(tensors), shape.layer) for tensors in layers[:2]]
-        theirs = seconds([partial(in_tiles, shape.layer, stored[i], *inputs[i]) for i in range(2)], rounds=3)
+        theirs = seconds([partial(in_tiles, shape.layer, experts[i], *inputs[i]) for i in range(2)], rounds=3)
     return {
         "rows": rows,
         "experts": touched,

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ import torch
 from tests.conftest import TINY, refusal, run, succeeds
 from tests.stub_kernels import needs_cc, stub_library
 from trtllm_dflash import LLM, kernels
+from trtllm_dflash.cost.shapes import shape_config
 from trtllm_dflash.doctor import find_kernels as diagnosed
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.step_times import FILE, step_times
+from trtllm_dflash.session import choice
 from trtllm_dflash.session.choice import Choice, find_kernels, find_parts
 from trtllm_dflash.session.trees import with_trees
 
@@ -245,3 +248,17 @@ def test_kernels_that_there_are_not_are_refused_on_a_cpu_too(asked):
         with pytest.raises(SettingsError) as caught:
             load("nowhere", kernels=asked)
         assert str(caught.value) == f"kernels {asked!r}: choose auto, exact or torch"
+
+
+@pytest.mark.parametrize(
+    ("taken", "said"),
+    [({0, 1, 35}, "ours"), ({0, 35}, "ours and torch"), (set(), "torch")],
+    ids=["all", "some", "none"],
+)
+def test_who_computes_experts_is_said_of_all_layers(taken, said, monkeypatch):
+    """One layer's scales may be what our kernels do not take."""
+    config = shape_config("gpt-oss-120b", precision="bf16", tp=1, max_batch=1, max_seq_len=1024, chunk=64)
+    weights = {f"model.layers.{i}.mlp.experts.down_proj.tiles": torch.empty(0) for i in (0, 1, 35)}
+    prefixes = {f"model.layers.{i}.mlp." for i in taken}
+    monkeypatch.setattr(choice, "takes_experts", lambda layer, *_: layer.prefix in prefixes)
+    assert choice.experts_of(config, weights, SimpleNamespace(size=1, rank=0), "ours") == said

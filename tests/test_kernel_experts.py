@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trtllm_dflash.kernels import Matrix, MoE, Routing, experts, takes_nvfp4
+from trtllm_dflash.kernels import Matrix, MoE, Routing, experts, takes_tiles
 
 EXPERTS, OUTPUTS, INPUTS = 3, 160, 256
 
@@ -22,37 +22,36 @@ def no_library(monkeypatch):
     monkeypatch.setattr(experts, "load", lambda: None)
 
 
-#: Of each format the numbers, the scales' type and their shape.
+#: Of each format with scales apart the numbers, the scales' type and their shape.
 FORMATS = {
     "INT4": (zeros(EXPERTS, OUTPUTS, INPUTS // 8, dtype=torch.int32), torch.bfloat16, (EXPERTS, OUTPUTS, 8)),
-    "MXFP4": (zeros(EXPERTS, OUTPUTS, INPUTS // 32, 16, dtype=torch.uint8), torch.uint8, (EXPERTS, OUTPUTS, 8)),
-    "MXFP4 in words": (zeros(EXPERTS, OUTPUTS, INPUTS // 8, dtype=torch.int32), torch.uint8, (EXPERTS, OUTPUTS, 8)),
-    "NVFP4": (
-        zeros(EXPERTS, OUTPUTS, INPUTS // 2, dtype=torch.uint8),
-        torch.float8_e4m3fn,
-        (EXPERTS, OUTPUTS // 8, INPUTS // 32, 8, 2),
-    ),
-    "NVFP4 in words": (
-        zeros(EXPERTS, OUTPUTS, INPUTS // 8, dtype=torch.int32),
-        torch.float8_e4m3fn,
-        (EXPERTS, OUTPUTS // 8, INPUTS // 32, 8, 2),
-    ),
     "FP8": (zeros(EXPERTS, OUTPUTS, INPUTS, dtype=torch.float8_e4m3fn), torch.float32, (EXPERTS, OUTPUTS)),
     "FP8 by block": (zeros(EXPERTS, OUTPUTS, INPUTS, dtype=torch.float8_e4m3fn), torch.float32, (EXPERTS, 2, 2)),
 }
 
 
+#: Bytes of 16 rows' tiles.
+TILES = {"MXFP4": INPUTS // 32 * 272, "NVFP4": INPUTS // 32 * 288}
+
+
+def tiles(name, dtype=torch.uint8):
+    return zeros(EXPERTS, OUTPUTS // 16, TILES[name] // dtype.itemsize, dtype=dtype)
+
+
+def row_scales(name):
+    return zeros(EXPERTS, OUTPUTS, dtype=torch.float32) if name == "NVFP4" else None
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_matrix_takes_scales_of_its_own_shape_and_no_other(name):
     values, dtype, shape = FORMATS[name]
-    more = (None, zeros(EXPERTS, OUTPUTS, dtype=torch.float32)) if name.startswith("NVFP4") else ()
-    assert Matrix(values, zeros(*shape, dtype=dtype), *more).shape == (EXPERTS, OUTPUTS, INPUTS)
+    assert Matrix(values, zeros(*shape, dtype=dtype)).shape == (EXPERTS, OUTPUTS, INPUTS)
     for place in range(len(shape)):
         wrong = list(shape)
         wrong[place] += 1
         with pytest.raises(ValueError) as caught:
-            Matrix(values, zeros(*wrong, dtype=dtype), *more)
-        what = f"scales {wrong}, not {list(shape)}: {name.removesuffix(' in words')} of experts"
+            Matrix(values, zeros(*wrong, dtype=dtype))
+        what = f"scales {wrong}, not {list(shape)}: {name} of experts"
         assert str(caught.value) == f"the CUDA kernels cannot take this: {what} [{EXPERTS}, {OUTPUTS}, {INPUTS}]"
 
 
@@ -63,26 +62,32 @@ def test_int4_refuses_scales_for_other_blocks_than_32_or_for_rows():
             Matrix(values, zeros(*shape, dtype=dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+@pytest.mark.parametrize("name", TILES)
+def test_tiles_tell_their_matrixs_sizes(name, dtype):
+    matrix = Matrix(tiles(name, dtype), None, None, row_scales(name))
+    assert matrix.shape == (EXPERTS, OUTPUTS, INPUTS) and str(matrix) == f"{name} of experts [3, 160, 256]"
+    with pytest.raises(ValueError, match="are not whole blocks of 32 columns"):
+        Matrix(tiles(name, dtype)[..., 4:], None, None, row_scales(name))
+    with pytest.raises(ValueError, match="are not whole blocks of 32 columns"):
+        Matrix(tiles(name, dtype)[None], None, None, row_scales(name))
+
+
 def test_nvfp4_alone_has_a_scale_for_each_row():
-    values, dtype, shape = FORMATS["NVFP4"]
-    scales = zeros(*shape, dtype=dtype)
-    with pytest.raises(ValueError, match=r"NVFP4 alone has rows' scales, and always: NVFP4 of experts \[3, 160, 256\]"):
-        Matrix(values, scales)
     with pytest.raises(ValueError, match=r"rows' scales \[3\], not \[3, 160\]: NVFP4 of"):
-        Matrix(values, scales, None, zeros(EXPERTS, dtype=torch.float32))
+        Matrix(tiles("NVFP4"), None, None, zeros(EXPERTS, dtype=torch.float32))
     numbers = zeros(EXPERTS, OUTPUTS, INPUTS, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"NVFP4 alone has rows' scales, and always: numbers of experts"):
+    with pytest.raises(ValueError, match=r"NVFP4 alone has rows' scales: numbers of experts"):
         Matrix(numbers, row_scales=zeros(EXPERTS, OUTPUTS, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_nvfp4_suits_rows_of_the_type_that_its_numbers_are_in_the_order_of(dtype):
-    rows = zeros(EXPERTS, OUTPUTS, dtype=torch.float32)
-    for name, suited in (("NVFP4", torch.float16), ("NVFP4 in words", torch.bfloat16)):
-        values, scaled, shape = FORMATS[name]
-        if dtype != torch.float32:
-            assert Matrix(values, zeros(*shape, dtype=scaled), None, rows).suits(dtype) == (dtype == suited)
-        assert not Matrix(values, zeros(*shape, dtype=scaled), None, rows.double()).suits(dtype)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", TILES)
+def test_tiles_suit_rows_of_the_type_that_their_numbers_are_in_the_order_of(name, dtype):
+    for of_tiles, suited in ((torch.uint8, torch.float16), (torch.int32, torch.bfloat16)):
+        assert Matrix(tiles(name, of_tiles), None, None, row_scales(name)).suits(dtype) == (dtype == suited)
+    if name == "NVFP4":
+        assert not Matrix(tiles(name), None, None, row_scales(name).double()).suits(torch.float16)
 
 
 def test_a_matrix_takes_biases_of_its_own_shape_and_no_other():
@@ -109,15 +114,27 @@ def test_experts_matrices_rows_and_logits_must_fit_together(count, down, rows, l
 
 
 def test_experts_in_a_type_that_the_kernels_do_not_have_are_not_refused_but_left_to_torch(no_library):
-    """NVFP4's numbers are two a byte: their shape is half as wide."""
-    matrices = (Matrix(zeros(3, *shape, dtype=torch.uint8)) for shape in ((64, 128), (256, 16)))
+    matrices = (Matrix(zeros(3, *shape, dtype=torch.float64)) for shape in ((64, 256), (256, 32)))
     assert not MoE(Routing(8, 0, 3, 2, normalized=True), *matrices).takes(halves(5, 256), halves(5, 8))
 
 
-@pytest.mark.parametrize(("capability", "widest"), [((9, 0), 8256), ((10, 0), 8256), ((12, 0), 2816)])
-def test_nvfp4_is_taken_as_wide_as_a_blocks_shared_memory_holds(capability, widest):
-    """The widest are those of `Layout` in experts_work.cuh, compiled for the host."""
-    sizes = range(32, 12_000, 32)
-    assert [size for size in sizes if takes_nvfp4(size, 32, capability)] == list(range(32, widest + 1, 32))
-    assert [size for size in sizes if takes_nvfp4(32, size, capability)] == list(range(32, widest + 1, 32))
-    assert not takes_nvfp4(1024, 48, capability) and not takes_nvfp4(80, 64, capability)
+@pytest.mark.parametrize(
+    ("is_nvfp4", "capability", "widest"),
+    [
+        (True, (9, 0), 12160),
+        (True, (10, 0), 12160),
+        (True, (12, 0), 3968),
+        (False, (9, 0), 12288),
+        (False, (12, 0), 4096),
+    ],
+)
+def test_tiles_are_taken_as_wide_as_a_blocks_shared_memory_holds(is_nvfp4, capability, widest):
+    """The widest are those of `Layout` in experts_work.cuh."""
+
+    def is_taken(hidden, columns):
+        return takes_tiles(hidden, columns, capability, is_nvfp4=is_nvfp4)
+
+    sizes = range(32, 14_000, 32)
+    assert [size for size in sizes if is_taken(size, 32)] == list(range(32, widest + 1, 32))
+    assert [size for size in sizes if is_taken(32, size)] == list(range(32, widest + 1, 32))
+    assert not is_taken(1024, 48) and not is_taken(80, 64)

@@ -61,12 +61,9 @@ RECORDS = {
     "steps-h100/since-qwen3-8b": (ERROR_BOUND, 0.05),
     "steps-h100/any-width-since-qwen3-4b": (ERROR_BOUND, 0.05),
     "steps-h100/any-width-since-qwen3.5-27b": (ERROR_BOUND, 0.05),
-    "steps-h100/any-width-since-gpt-oss-20b": (MIXTURE_ERROR_BOUND, 0.06),
-    "steps-h100/divided-windows-gpt-oss-20b": (MIXTURE_ERROR_BOUND, 0.06),
     "steps-h100/any-width-since-qwen3.5-35b-a3b": (MIXTURE_ERROR_BOUND, 0.06),
     "steps-h100/since-shared-groups-qwen3-coder-next-fp8": (MIXTURE_ERROR_BOUND, 0.06),
     "router-h100/since-qwen3-coder-30b-a3b": (MIXTURE_ERROR_BOUND, 0.06),
-    "step-gpt-oss-120b-h100": (MIXTURE_ERROR_BOUND, 0.06),
     "step-minimax-m2.5-fp8-h100": (MIXTURE_ERROR_BOUND, 0.06),
     "step-qwen3-8b-light-h200": (ERROR_BOUND, 0.05),
     "step-qwen3-8b-fp8-caches-h200": (FP8_CACHE_ERROR_BOUND, 0.08),
@@ -75,8 +72,6 @@ RECORDS = {
 BEFORE_PRODUCTS_OF_ANY_WIDTH = {
     "steps-h100/since-qwen3-8b",
     "router-h100/since-qwen3-coder-30b-a3b",
-    "steps-h100/divided-windows-gpt-oss-20b",
-    "step-gpt-oss-120b-h100",
     "step-qwen3-8b-light-h200",
 }
 DRAFTING = {"plain": Drafting.OFF, "context only": Drafting.CONTEXT, "drafted": Drafting.BLOCK}

@@ -27,7 +27,7 @@ from trtllm_dflash.kernels.checks import HALVES
 from trtllm_dflash.kernels.delta_net import DELTA_ROWS, DELTA_SIZES, DELTA_TAPS
 from trtllm_dflash.kernels.library import is_hopper
 from trtllm_dflash.kernels.products import SKINNY_GPUS
-from trtllm_dflash.ops.nvfp4_tiles import tile_scales
+from trtllm_dflash.ops.expert_tiles import ExpertTiles
 
 Tensor = torch.Tensor
 
@@ -390,7 +390,7 @@ def experts(dtype: torch.dtype, weight: str) -> None:
     mixture(dtype, weight, 8, 2880, 96, kernels.Routing(32, 8, 8, 4, True))
     mixture(dtype, weight, 33, 96, 224, kernels.Routing(256, 200, 4, 8, True))
     if weight == "mxfp4":
-        mixture(dtype, weight, 20, 320, 64, clamped, scales=(80, 131))
+        mixture(dtype, weight, 20, 320, 64, clamped, scales=(80, 129))
     scaled = kernels.Routing(16, 0, 16, 4, True, gelu=True, scales=normal(16, dtype=dtype))
     for rows in (3, 9, 40, 130):
         mixture(dtype, weight, rows, 320, 96, scaled, biased=False)
@@ -434,21 +434,25 @@ def mixture(
         if weight == "int4":
             words = torch.randint(2**31, (count, outputs, inputs // 8), dtype=torch.int32, device="cuda")
             return kernels.Matrix(words, normal(*words.shape[:2], inputs // 32, dtype=torch.bfloat16, by=0.01), bias)
-        if weight == "nvfp4":
-            packed = torch.randint(256, (count, outputs, inputs // 2), dtype=torch.uint8, device="cuda")
-            scale = torch.rand(count, outputs, inputs // 16, device="cuda").to(E4M3)
-            values = packed.view(torch.int32) if dtype == torch.bfloat16 else packed
-            return kernels.Matrix(values, tile_scales(scale), bias, torch.rand(count, outputs, device="cuda"))
-        if weight != "mxfp4":
-            numbers = normal(count, outputs, inputs, dtype=dtype, by=0.05)
-            if weight == "numbers":
-                return kernels.Matrix(numbers, None, bias)
-            shape = (-(-outputs // 128), -(-inputs // 128)) if weight == "fp8 blocks" else (outputs,)
-            scale = torch.rand(count, *shape, device="cuda")
-            return kernels.Matrix(numbers.to(torch.float8_e4m3fn), scale, bias)
+        if weight in ("mxfp4", "nvfp4"):
+            return packed_matrix(outputs, inputs, bias)
+        numbers = normal(count, outputs, inputs, dtype=dtype, by=0.05)
+        if weight == "numbers":
+            return kernels.Matrix(numbers, None, bias)
+        shape = (-(-outputs // 128), -(-inputs // 128)) if weight == "fp8 blocks" else (outputs,)
+        scale = torch.rand(count, *shape, device="cuda")
+        return kernels.Matrix(numbers.to(torch.float8_e4m3fn), scale, bias)
+
+    def packed_matrix(outputs: int, inputs: int, bias: torch.Tensor | None) -> kernels.Matrix:
         blocks = torch.randint(256, (count, outputs, inputs // 32, 16), dtype=torch.uint8, device="cuda")
-        values = blocks.flatten(-2).view(torch.int32) if dtype == torch.bfloat16 else blocks  # any bits are interleaved
-        return kernels.Matrix(values, torch.randint(*scales, blocks.shape[:3], dtype=torch.uint8, device="cuda"), bias)
+        told = outputs == 2 * columns, dtype == torch.bfloat16
+        if weight == "mxfp4":
+            of_blocks = torch.randint(*scales, blocks.shape[:3], dtype=torch.uint8, device="cuda")
+            return kernels.Matrix(ExpertTiles.of_mxfp4(blocks, of_blocks, *told).tiles, None, bias)
+        scale = torch.rand(count, outputs, inputs // 16, device="cuda").to(E4M3)
+        row_scales = torch.rand(count, outputs, device="cuda")
+        made = ExpertTiles.of_nvfp4(blocks.flatten(2), scale, row_scales, *told)
+        return kernels.Matrix(made.tiles, None, bias, row_scales)
 
     matrices = matrix(2 * columns, hidden), matrix(hidden, columns)
     x, scores = normal(rows, hidden, dtype=dtype), normal(rows, routing.experts, dtype=logits or dtype, by=spread)

@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 33
+#define DFLASH_ABI_VERSION 34
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -224,8 +224,8 @@ DFLASH_API cudaError_t dflash_append(const dflash_append_params* params, cudaStr
  * 1 / sqrt(mean(x^2) + eps). The result is rounded before the bias, after it, and after the residual.
  *
  * A weight's row is a multiple of 128 bytes, and there are a multiple of 16 of them. E4M3 weights have an FP32 scale a
- * row, or one a block of 128 rows by 128 columns, and are multiplied in FP16, into which BF16 inputs go by a power of two
- * for each 128 of a row: what rounding takes from them is less than 2^-38 of the largest of the 128. */
+ * row, or one a block of 128 rows by 128 columns, and are multiplied in FP16, into which BF16 inputs go by a power of
+ * two for each 128 of a row: what rounding takes from them is less than 2^-38 of the largest of the 128. */
 typedef struct
 {
     int32_t dtype; /* FP16 or BF16: x, norm_weight, bias, residual and out */
@@ -418,21 +418,23 @@ DFLASH_API cudaError_t dflash_quantize(const dflash_quantize_params* params, cud
  * before the activation, after it, and at the end; these are summed in FP32 by share, in the order of the logits. The
  * experts that this rank has are first..first + count - 1.
  *
- * In MXFP4 a weight [E, O, I] is blocks [E, O, I / 32, 16], two E2M1 numbers a byte, the even one in the low half, and
- * scales [E, O, I / 32], E8M0. Beside BF16 the bits of each four bytes, eight numbers, are interleaved: with number i
- * as a pair's lower half and i + 4 as its upper one, where BF16 has sign, exponent's low bits and fraction (bits 15, 8,
- * 7 and 6), pair 0 is the word there, 1 the word rotated left by 10, 2 by 13; 3 has its sign at bit 3, its exponent at
- * 1 and 0 and its fraction at 4. H and F are multiples of 32 then, else of 16. Shared memory has to hold 16 rows of the
- * wider of them, or 8, which then share the reading of an expert.
+ * In MXFP4 a weight [E, O, I] is tiles, each of a granule's 16 rows (of gate and up 8 of each, the same ones) by 128
+ * columns, or those that are left behind them. A part is 32 columns, n of a tile: the numbers of the first 8 rows, [8,
+ * n, 16 bytes], two of E2M1 a byte, the even one in the low half; those of the others; and the scales [8, n, 2], E8M0,
+ * of the first rows and the others, 128 at most. Four granules are a slab, of an expert's last ones perhaps fewer:
+ * their tiles of the first columns lie together, then those of the next. Beside BF16 the bits of each four bytes, eight
+ * numbers, are interleaved: with number i as a pair's lower half and i + 4 as its upper one, where BF16 has sign,
+ * exponent's low bits and fraction (bits 15, 8, 7 and 6), pair 0 is the word there, 1 the word rotated left by 10, 2 by
+ * 13; 3 has its sign at bit 3, its exponent at 1 and 0 and its fraction at 4. H and F are multiples of 32 then, else of
+ * 16. Shared memory has to hold 16 rows of the wider of them, or 8, which then share the reading of an expert.
  *
  * In INT4 a weight is [E, O, I / 8] int32, eight numbers from -8 to 7 each, the first in the lowest bits, stored as
  * themselves and 8, with BF16 scales [E, O, I / 32]. A number times its scale is rounded to the type, and in FP16 the
  * scale too. H and F are multiples of 256.
  *
- * In NVFP4 a weight is E2M1 numbers [E, O, I / 2], two a byte, and beside BF16 in the order of MXFP4's; scales in E4M3
- * [E, O / 8, I / 32, 8, 2], those of eight rows' 32 numbers beside each other; and FP32 scales [E, O]. E4M3 ones have
- * no sign and are numbers: 0x7f counts as 480. Numbers times these are not rounded, and sums are scaled by the FP32
- * ones. H and F are multiples of 32.
+ * In NVFP4 a weight is tiles as MXFP4's, whose scales are [8, n, 2, 2], two of E4M3 for 32 numbers; and FP32 scales
+ * [E, O]. E4M3 ones have no sign and are numbers: 0x7f counts as 480. Numbers times these are not rounded, and sums are
+ * scaled by the FP32 ones. H and F are multiples of 32.
  *
  * In FP8 a weight is E4M3 [E, O, I] with FP32 scales, [E, O] or [E, ceil(O / 128), ceil(I / 128)]; sums are scaled, not
  * weights. Its codes that are not numbers (0x7f, 0xff) are not told apart: they count as 480. */
@@ -466,8 +468,8 @@ typedef struct
     float limit;
     const void* x; /* [N, H] contiguous, as all of these but logits and gates */
     const void* logits; /* [N, experts] by stride */
-    const void* gate_up; /* [count, 2 F, H]: gate rows, then up rows; numbers, or blocks */
-    const void* gate_up_scales; /* not of numbers */
+    const void* gate_up; /* [count, 2 F, H]: gate rows, then up rows; numbers, or tiles */
+    const void* gate_up_scales; /* INT4's and FP8's */
     const void* gate_up_bias; /* [count, 2 F], or null */
     const void* down; /* [count, H, F] */
     const void* down_scales;
@@ -712,9 +714,9 @@ DFLASH_API cudaError_t dflash_grow_tree(const dflash_grow_tree_params* params, c
 /* The flat rows of a step, and their logits, from what the host wrote and what each slot kept.
  *
  * Rows and logits lie tight, in the order of segments: first decode segments, whose tokens are their slots' kept ones,
- * then pieces of prompts, whose tokens the host gives. How many of either there are, the words say: a piece is a segment
- * that has rows and a start. A segment's logits are those of its last rows. What is past the last row, logit or cut is
- * padding.
+ * then pieces of prompts, whose tokens the host gives. How many of either there are, the words say: a piece is a
+ * segment that has rows and a start. A segment's logits are those of its last rows. What is past the last row, logit or
+ * cut is padding.
  *
  * The number of the token that a logit chooses, in [0, 1) on a grid of 2^-24, is the first word of Philox4x32-10
  * without its last 8 bits: the key is the slot's seed, the counter the token's position, one after the row's.
@@ -928,8 +930,8 @@ typedef struct
     int64_t gates_row_stride;
 } dflash_delta_net_params;
 
-/* Bytes of scratch that dflash_delta_net needs, by all sizes in front of `segments`: none where no segment has more than
- * `pending` rows. */
+/* Bytes of scratch that dflash_delta_net needs, by all sizes in front of `segments`: none where no segment has more
+ * than `pending` rows. */
 DFLASH_API cudaError_t dflash_delta_net_workspace(const dflash_delta_net_params* params, size_t* bytes);
 
 /* `workspace`: at least that many bytes, 16-byte aligned; its contents need not be kept. */

@@ -69,7 +69,9 @@ cudaError_t launch_product(Product const& p, Device const& device, cudaStream_t 
 // Lets a kernel ask ahead for the matrix of an expert of a product.
 void ask_for(Product const& product, Weight weight, int expert, int place, Product& by)
 {
-    size_t const bytes = static_cast<size_t>(product.outputs) * Layout(product.inputs, weight).row_bytes;
+    size_t const bytes = is_tiled(weight)
+        ? static_cast<size_t>(product.outputs / kGranule) * granule_bytes(weight, product.inputs)
+        : static_cast<size_t>(product.outputs) * Layout(product.inputs, weight).row_bytes;
     by.ahead[place] = static_cast<char const*>(product.weight) + expert * bytes;
     by.ahead_bytes[place] = static_cast<uint32_t>(bytes);
 }

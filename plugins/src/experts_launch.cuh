@@ -69,17 +69,19 @@ struct Device
 inline bool is_routed(dflash_moe_params const& p)
 {
     bool const is_nvfp4 = p.format == DFLASH_MOE_NVFP4;
-    int const multiple = p.format == DFLASH_MOE_INT4 ? kInt4Inputs : p.format == DFLASH_MOE_MXFP4 || is_nvfp4 ? 32 : 16;
-    bool const has_scales = p.format == DFLASH_MOE_NUMBERS
-        || (p.gate_up_scales && p.down_scales && (!is_nvfp4 || (p.gate_up_row_scales && p.down_row_scales)));
+    bool const is_e2m1 = p.format == DFLASH_MOE_MXFP4 || is_nvfp4; // whose scales lie with the numbers
+    int const multiple = p.format == DFLASH_MOE_INT4 ? kInt4Inputs : is_e2m1 ? 32 : 16;
+    bool const has_none = !p.gate_up_scales && !p.down_scales;
+    bool const has_scales = is_e2m1 ? has_none : p.format == DFLASH_MOE_NUMBERS || (p.gate_up_scales && p.down_scales);
+    bool const has_row_scales = !is_nvfp4 || (p.gate_up_row_scales && p.down_row_scales);
     bool const is_shared = p.has_shared == 1, is_alone = p.has_shared == 0 && !p.shared_gate;
     return (is_shared || is_alone) && p.rows >= 0 && p.rows <= kMostRows && p.experts <= kMostExperts && p.top_k >= 1
         && p.top_k <= p.experts && experts_of_row(p) <= kMostTopK && p.logits_row_stride >= p.experts && p.first >= 0
-        && p.count >= 1 && p.first + p.count <= p.experts
-        && p.hidden >= multiple && p.columns >= multiple && p.hidden % multiple == 0 && p.columns % multiple == 0
-        && p.format >= DFLASH_MOE_NUMBERS && p.format <= DFLASH_MOE_NVFP4
-        && (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16) && p.logits_dtype >= DFLASH_FP16
-        && p.logits_dtype <= DFLASH_FP32 && has_scales && !(p.gelu && p.clamped);
+        && p.count >= 1 && p.first + p.count <= p.experts && p.hidden >= multiple && p.columns >= multiple
+        && p.hidden % multiple == 0 && p.columns % multiple == 0 && p.format >= DFLASH_MOE_NUMBERS
+        && p.format <= DFLASH_MOE_NVFP4 && (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16)
+        && p.logits_dtype >= DFLASH_FP16 && p.logits_dtype <= DFLASH_FP32 && has_scales && has_row_scales
+        && !(p.gelu && p.clamped);
 }
 
 // -- the sum ----------------------------------------------------------------------------------------------------------

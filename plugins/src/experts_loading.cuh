@@ -17,14 +17,8 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, void const* from, boo
     asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0));
 }
 
-template <int kBytes>
-__device__ __forceinline__ void copy_async(uint32_t to, void const* from)
-{
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(kBytes));
-}
-
-// Loads a warp's granules into its ring: units of 16 rows of 128 bytes, each second row's halves swapped, and of INT4
-// their scales behind them. A lane copies 16 bytes of every fourth row.
+// Loads a warp's granules into its ring: units of two tiles as they lie, or of 16 rows of 128 bytes, each second row's
+// halves swapped, and of INT4 their scales behind them. Of those a lane copies 16 bytes of every fourth row.
 template <Weight kWeight, bool kGateUp>
 struct Weights
 {
@@ -40,8 +34,8 @@ struct Weights
     Cursor cursor;
     int unit = 0;
     int slot = 0;
-    int scale_buffer = 0;
-    char const* from = nullptr; // this lane's first of the granule
+    char const* from = nullptr; // this lane's first of the granule, of tiles the first of the slab's
+    int tile_stride = 0; // from a granule's tile to its next
     char const* scales_from = nullptr; // INT4's; of the first 16 lanes a row each
 
     __device__ __forceinline__ Weights(
@@ -66,18 +60,13 @@ struct Weights
             {
                 begin_granule();
             }
-            bool const is_there = unit * kLine + lane % 8 * 16 < layout.row_bytes;
-            char const* const unit_from = from + (is_there ? unit * kLine : 0);
-#pragma unroll
-            for (int i = 0; i < kGranule / 4; ++i)
+            if constexpr (is_tiled(kWeight))
             {
-                copy_async_16(at + slot * kUnitBytes + i * 4 * kLine,
-                    unit_from + (i * 4 + (i < 2 ? 0 : gap)) * layout.row_bytes, is_there);
+                load_tiles();
             }
-            if (kWeight == Weight::kInt4 && lane < kGranule)
+            else
             {
-                copy_async_16(ring + slot * kUnitBytes + kUnit + lane * kInt4ScaleLine,
-                    scales_from + unit * kInt4ScaleLine, true);
+                load_rows();
             }
             slot = slot + 1 == kUnits ? 0 : slot + 1;
             if (++unit == layout.units)
@@ -89,27 +78,60 @@ struct Weights
         commit_copies(); // empty ones at the end, so that the count of pending ones stays right
     }
 
+    __device__ __forceinline__ void load_tiles() const
+    {
+        constexpr int kTile = tile_bytes(kWeight);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+        {
+            int const index = unit * 2 + half, parts = min(kTileParts, blocks - index * kTileParts);
+            int const bytes = parts * part_bytes(kWeight);
+            char const* const tile = from + index * tile_stride + cursor.granule % kSlabGranules * bytes;
+            uint32_t const to = ring + slot * kUnitBytes + half * kTile + lane * 16;
+#pragma unroll
+            for (int i = 0; i < (kTile + 511) / 512; ++i)
+            {
+                if (i * 512 + lane * 16 < bytes)
+                {
+                    copy_async_16(to + i * 512, tile + i * 512, true);
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void load_rows() const
+    {
+        bool const is_there = unit * kLine + lane % 8 * 16 < layout.row_bytes;
+        char const* const unit_from = from + (is_there ? unit * kLine : 0);
+#pragma unroll
+        for (int i = 0; i < kGranule / 4; ++i)
+        {
+            copy_async_16(at + slot * kUnitBytes + i * 4 * kLine,
+                unit_from + (i * 4 + (i < 2 ? 0 : gap)) * layout.row_bytes, is_there);
+        }
+        if (kWeight == Weight::kInt4 && lane < kGranule)
+        {
+            copy_async_16(
+                ring + slot * kUnitBytes + kUnit + lane * kInt4ScaleLine, scales_from + unit * kInt4ScaleLine, true);
+        }
+    }
+
     __device__ __forceinline__ void begin_granule()
     {
+        if constexpr (is_tiled(kWeight))
+        {
+            int const granules = p.outputs / kGranule, first = cursor.granule / kSlabGranules * kSlabGranules;
+            int64_t const before = static_cast<int64_t>(cursor.expert) * granules + first;
+            from = static_cast<char const*>(p.weight) + before * granule_bytes(kWeight, p.inputs) + lane * 16;
+            tile_stride = min(kSlabGranules, granules - first) * tile_bytes(kWeight);
+            return;
+        }
         int64_t const row = static_cast<int64_t>(cursor.expert) * p.outputs + cursor.granule * Rows<kGateUp>::kFirst;
         from = static_cast<char const*>(p.weight) + (row + lane / 8) * layout.row_bytes + lane % 8 * 16;
         if constexpr (kWeight == Weight::kInt4)
         {
             int64_t const own = row + lane + (lane < 8 ? 0 : gap);
             scales_from = static_cast<char const*>(p.scales) + own * blocks * 2;
-        }
-        if constexpr (constexpr int kBytes = scale_bytes_of(kWeight); kBytes > 0)
-        {
-            int const row_bytes = blocks * kBytes;
-            uint8_t const* const scales = static_cast<uint8_t const*>(p.scales) + row * row_bytes;
-            uint32_t const to = ring + kUnits * kUnit + scale_buffer * layout.scale_bytes;
-#pragma unroll 2
-            for (int i = lane; i < 2 * blocks; i += 32)
-            {
-                copy_async<8 * kBytes>(
-                    to + i * 8 * kBytes, scales + i * 8 * kBytes + (i < blocks ? 0 : gap * row_bytes));
-            }
-            scale_buffer = scale_buffer + 1 == layout.scale_buffers ? 0 : scale_buffer + 1;
         }
     }
 };

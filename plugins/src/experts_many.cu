@@ -8,7 +8,6 @@
 #include "experts_many_sm90.cuh"
 #include "tensor_map.cuh"
 
-#include <algorithm>
 
 namespace dflash
 {
@@ -25,7 +24,7 @@ struct Workspace
     Route route;
     int blocks; // of a product
     int units[2]; // of a group, of each product
-    int32_t* begins[2] = {}; // [blocks + 1], of each product, where there is a shared expert: see `Launch`
+    int32_t* begins[2] = {}; // [blocks + 1], of each product, where units' costs differ: see `Launch`
     void* x; // [pairs, pitch of H]
     void* h; // [pairs, pitch of F]
     void* y; // [pairs, H]
@@ -43,7 +42,7 @@ struct Workspace
         size_t const pairs = static_cast<size_t>(p.rows) * experts_of_row(p);
         route = scratch.take_route(p, many::kTokens);
         route.experts = scratch.take_numbers<int32_t>(pairs);
-        if (p.has_shared)
+        if (p.has_shared || is_tiled(weight_of(p)))
         {
             begins[0] = scratch.take_numbers<int32_t>(blocks + 1);
             begins[1] = scratch.take_numbers<int32_t>(blocks + 1);
@@ -181,7 +180,7 @@ __global__ void __launch_bounds__(kRouteThreads)
     }
     __syncthreads();
     OwnGroups const own = make_groups(p, route, many::kTokens, members, sums, blockIdx.x == 0);
-    if (p.has_shared && blockIdx.x == 0)
+    if (space.begins[0] && blockIdx.x == 0)
     {
         __syncthreads(); // sums have been read
         divide<kLines>(space, own, sums);
@@ -223,11 +222,11 @@ cudaError_t launch_lay_out(
 
 // -- the products -----------------------------------------------------------------------------------------------------
 
-// Stages that fit in a block's shared memory beside the scales.
-int stages_that_fit(Device const& device, int inputs, Weight weight)
+// Stages that fit in a block's shared memory.
+int stages_that_fit(Device const& device, Weight weight)
 {
     int stages = many::kMostStages;
-    while (stages > 0 && many::SharedLayout(inputs, weight, stages).bytes > device.shared_bytes)
+    while (stages > 0 && many::SharedLayout(weight, stages).bytes > device.shared_bytes)
     {
         --stages;
     }
@@ -239,12 +238,10 @@ template <Lines kLines>
 cudaError_t map_weight(Product const& p, int experts, int units, CUtensorMap& map)
 {
     using S = many::Stage<kLines>;
-    int const halves = kLines == Lines::kE2m1 ? 1 : kLines == Lines::kE4m3 ? 2 : 4; // of a byte, a number's
-    cuuint64_t const row_bytes = p.inputs * halves / 2, outputs = p.outputs;
+    cuuint64_t const row_bytes = p.inputs * (kLines == Lines::kE4m3 ? 1 : 2), outputs = p.outputs;
     return map_tiles<3>(CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, p.weight,
         {row_bytes, outputs, static_cast<cuuint64_t>(experts)}, {row_bytes, row_bytes * outputs},
-        {S::kLineBytes, static_cast<cuuint32_t>(units * many::kHalfRows), 1}, map,
-        kLines == Lines::kE2m1 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B);
+        {S::kLineBytes, static_cast<cuuint32_t>(units * many::kHalfRows), 1}, map);
 }
 
 // Inputs as they lie: boxes of a stage's, of some tokens.
@@ -262,9 +259,12 @@ template <Lines kLines>
 cudaError_t map_all(dflash_moe_params const& p, many::Launch& launch, int pitch)
 {
     cudaError_t error = cudaSuccess;
-    for (int units = 1; error == cudaSuccess && units <= many::Crew<kLines>::kItemUnits; ++units)
+    if constexpr (kLines != Lines::kE2m1)
     {
-        error = map_weight<kLines>(launch.p, own_experts(p), units, launch.weight[units - 1]);
+        for (int units = 1; error == cudaSuccess && units <= many::Crew<kLines>::kItemUnits; ++units)
+        {
+            error = map_weight<kLines>(launch.p, own_experts(p), units, launch.weight[units - 1]);
+        }
     }
     size_t const pairs = static_cast<size_t>(p.rows) * experts_of_row(p);
     for (int boxes = 1; error == cudaSuccess && boxes <= many::kBoxes; ++boxes)
@@ -282,14 +282,14 @@ cudaError_t launch_product(
     constexpr auto kernel = many::many_product_kernel<T, kWeight, kGateUp>;
     launch.units = Workspace::units_of(launch.p.outputs);
     launch.steps = pitch / many::Stage<kLines>::kColumns;
-    launch.stages = stages_that_fit(device, launch.p.inputs, kWeight);
+    launch.stages = stages_that_fit(device, kWeight);
     cudaError_t error = map_all<kLines>(p, launch, pitch);
     error = error ? error : allow_shared_bytes<kernel>(device.shared_bytes);
     if (error != cudaSuccess)
     {
         return error;
     }
-    int const bytes = many::SharedLayout(launch.p.inputs, kWeight, launch.stages).bytes;
+    int const bytes = many::SharedLayout(kWeight, launch.stages).bytes;
     return launch_kernel(kernel, dim3(device.processors), many::Crew<kLines>::kThreads, bytes, stream, launch);
 }
 
@@ -351,7 +351,7 @@ cudaError_t check(dflash_moe_params const& p, Device& device)
         return cudaErrorNotSupported;
     }
     Weight const weight = weight_of(p);
-    bool const does_fit = stages_that_fit(device, std::max(p.hidden, p.columns), weight) >= many::kLeastStages;
+    bool const does_fit = stages_that_fit(device, weight) >= many::kLeastStages;
     return is_routed(p) && weight != Weight::kInt4 && does_fit ? cudaSuccess : cudaErrorInvalidValue;
 }
 

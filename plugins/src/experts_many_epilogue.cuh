@@ -11,14 +11,48 @@ namespace moe
 namespace many
 {
 
-// Finishes and stores a unit's sums. A lane has two tokens' sums of two rows: a gate and its up, or two outputs.
+// Finishes and stores a unit's sums. A lane has two tokens' sums of two rows: a gate and its up, or two outputs. Biases
+// are on their way while the sums are made.
 template <typename T, Weight kWeight, bool kGateUp>
 struct Epilogue
 {
     Launch const& launch;
     Product const& p;
     Item const& item;
-    int const row; // of a half
+    int const unit;
+    int const of_half; // the lane's row of a half
+    float bias[2] = {};
+    [[maybe_unused]] float scale[2] = {}; // NVFP4's
+
+    __device__ __forceinline__ Epilogue(Launch const& launch_, Item const& item_, int unit_, int row)
+        : launch(launch_)
+        , p(launch_.p)
+        , item(item_)
+        , unit(unit_)
+        , of_half(row)
+    {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+        {
+            if (is_there(half))
+            {
+                int64_t const at = static_cast<int64_t>(item.group.expert) * p.outputs + this->row(half);
+                bias[half] = p.bias ? to_float(static_cast<T const*>(p.bias)[at]) : 0.f;
+                scale[half] = kWeight == Weight::kNvfp4 ? p.row_scales[at] : 0.f;
+            }
+        }
+    }
+
+    // The lane's row of the first or the second halves.
+    __device__ __forceinline__ int row(int half) const
+    {
+        return row_of<lines_of(kWeight), kGateUp>(p, item, unit, half, of_half);
+    }
+
+    __device__ __forceinline__ bool is_there(int half) const
+    {
+        return row(half) < (kGateUp && half == 0 ? p.outputs / 2 : p.outputs);
+    }
 
     // What the products' sum is.
     __device__ __forceinline__ static float scaled(float sum, [[maybe_unused]] float scale)
@@ -28,30 +62,10 @@ struct Epilogue
 
     // Takes the sums: a tile that is done leaves the front.
     template <int kTiles>
-    __device__ __forceinline__ void store(int unit, float (&c)[kTiles][4]) const
+    __device__ __forceinline__ void store(float (&c)[kTiles][4]) const
     {
-        int rows[2];
-        bool are_there[2];
-        float bias[2] = {};
-        [[maybe_unused]] float scale[2] = {}; // NVFP4's
-        int const limit[2] = {kGateUp ? p.outputs / 2 : p.outputs, p.outputs};
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-        {
-            rows[half] = first_row<kGateUp>(p, item, half) + unit * kHalfRows + row;
-            are_there[half] = rows[half] < limit[half];
-            if (p.bias && are_there[half])
-            {
-                bias[half] = to_float(
-                    static_cast<T const*>(p.bias)[static_cast<int64_t>(item.group.expert) * p.outputs + rows[half]]);
-            }
-            if constexpr (kWeight == Weight::kNvfp4)
-            {
-                scale[half] = are_there[half]
-                    ? p.row_scales[static_cast<int64_t>(item.group.expert) * p.outputs + rows[half]]
-                    : 0.f;
-            }
-        }
+        int const rows[2] = {row(0), row(1)};
+        bool const are_there[2] = {is_there(0), is_there(1)};
         T* const out = static_cast<T*>(p.out) + static_cast<int64_t>(item.group.first) * launch.pitch;
         int const places[2] = {kGateUp ? place_of<lines_of(kWeight)>(rows[0]) : rows[0], rows[1]};
 #pragma unroll 1 // its instructions come from memory, too

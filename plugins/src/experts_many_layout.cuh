@@ -16,12 +16,13 @@ namespace many
 constexpr int kTokens = 64; // of a group: the most that one reading of an expert serves
 constexpr int kHalfRows = 32; // of a unit: a gate's rows and those of up, or outputs and others
 constexpr int kUnitRows = 2 * kHalfRows; // rows of a weight that a warpgroup multiplies at once
+constexpr int kUnitGranules = kUnitRows / kGranule; // a warp's each
 constexpr int kBoxTokens = 16; // tokens are copied in sixteens
+constexpr int kAloneTokens = 16; // up to which warps multiply tiles alone
 constexpr int kBoxes = kTokens / kBoxTokens; // sizes of copies
 constexpr int kAtom = 64; // inputs of a token that lie together: 128 bytes
 constexpr int kMostStages = 8;
 constexpr int kLeastStages = 3;
-constexpr int kScaleBuffers = 2; // items whose scales are there
 
 // What the lines of a weight are of.
 enum class Lines
@@ -33,7 +34,7 @@ enum class Lines
 
 __host__ __device__ constexpr Lines lines_of(Weight weight)
 {
-    return weight == Weight::kFp8 ? Lines::kE4m3 : is_packed(weight) ? Lines::kE2m1 : Lines::kNumbers;
+    return weight == Weight::kFp8 ? Lines::kE4m3 : is_tiled(weight) ? Lines::kE2m1 : Lines::kNumbers;
 }
 
 // Who multiplies. What is unpacked is by as many warps as there are registers for.
@@ -52,19 +53,28 @@ struct Crew
 
 constexpr int kMostItemUnits = Crew<Lines::kNumbers>::kItemUnits;
 
-// One stage: a line of each of an item's rows, and the inputs that it meets, of each token.
+// One stage: a line of each of an item's rows, or their tiles of E2M1, and the inputs that it meets, of each token.
 template <Lines kLines>
 struct Stage
 {
-    static constexpr int kLineBytes = kLines == Lines::kE2m1 ? 64 : 128; // of a row
+    static constexpr bool kIsTiled = kLines == Lines::kE2m1;
+    static constexpr int kLineBytes = 128; // of a row
     static constexpr int kColumns = kLines == Lines::kNumbers ? 64 : 128; // inputs
     static constexpr int kChunks = kLineBytes / 64; // of sixteen bytes, that a lane has of a line
     // Of all units: first halves, then seconds.
     static constexpr int kHalfBytes = Crew<kLines>::kItemUnits * kHalfRows * kLineBytes;
-    static constexpr int kWeightBytes = 2 * kHalfBytes;
+    static constexpr int kTileBytes = tile_bytes(Weight::kNvfp4); // the larger ones
+    static constexpr int kSlabBytes = kUnitGranules * kTileBytes;
     static constexpr int kAtoms = kColumns / kAtom;
     static constexpr int kTokenBytes = kColumns * 2; // by atoms: of all tokens the first, then the next
-    static constexpr int kBytes = kWeightBytes + kTokens * kTokenBytes;
+    static constexpr int kInputBytes = kTokens * kTokenBytes;
+    // Inputs come first, swizzled. Twice as many units where tokens are few.
+    static constexpr int kTileUnits = Crew<kLines>::kItemUnits;
+    static constexpr int kAloneBytes = kAloneTokens * kTokenBytes + 2 * kTileUnits * kSlabBytes;
+    static constexpr int kTiledBytes = kInputBytes + kTileUnits * kSlabBytes;
+    static constexpr int kMostBytes
+        = kIsTiled ? (kAloneBytes > kTiledBytes ? kAloneBytes : kTiledBytes) : kInputBytes + 2 * kHalfBytes;
+    static constexpr int kBytes = (kMostBytes + 1023) / 1024 * 1024;
 };
 
 // Inputs of a token lie in the order in which products take them: registers get a weight by sixteen bytes a lane, and
@@ -97,21 +107,21 @@ __host__ __device__ __forceinline__ int pitch_of(int columns)
 __host__ __device__ constexpr int stage_bytes(Weight weight)
 {
     return weight == Weight::kFp8 ? Stage<Lines::kE4m3>::kBytes
-        : is_packed(weight)       ? Stage<Lines::kE2m1>::kBytes
+        : is_tiled(weight)        ? Stage<Lines::kE2m1>::kBytes
                                   : Stage<Lines::kNumbers>::kBytes;
 }
 
 inline int pitch_of(Weight weight, int columns)
 {
     return weight == Weight::kFp8 ? pitch_of<Lines::kE4m3>(columns)
-        : is_packed(weight)       ? pitch_of<Lines::kE2m1>(columns)
+        : is_tiled(weight)        ? pitch_of<Lines::kE2m1>(columns)
                                   : pitch_of<Lines::kNumbers>(columns);
 }
 
 struct Launch
 {
-    Product p; // its weight and x are the maps'
-    int32_t const* begins; // [blocks + 1], each block's first unit of all groups', and their number; or null
+    Product p; // its x is the maps', and its weight, but of tiles
+    int32_t const* begins; // [blocks + 1], each block's first unit of all groups', and their number; null: equally many
     int units; // of a group, the last one's end past the weight's perhaps
     int steps; // stages that a row takes
     int stages;
@@ -120,21 +130,15 @@ struct Launch
     CUtensorMap inputs[kBoxes]; // [atoms, pairs, kAtom], in so many sixteens of tokens
 };
 
-// Bytes of shared memory, in order: the stages, the scales of E2M1 of two items [2, units, 32 rows], the barriers.
+// Bytes of shared memory, in order: the stages, the barriers.
 struct SharedLayout
 {
-    int row_scale_bytes; // of a row
-    int scale_bytes; // of an item
-    int scales_at;
     int barriers_at;
     int bytes;
 
-    __host__ __device__ SharedLayout(int inputs, Weight weight, int stages)
-        : row_scale_bytes(inputs / 32 * scale_bytes_of(weight))
-        , scale_bytes(Crew<Lines::kE2m1>::kItemUnits * kUnitRows * row_scale_bytes)
-        , scales_at(stages * stage_bytes(weight))
-        , barriers_at(scales_at + kScaleBuffers * scale_bytes)
-        , bytes(barriers_at + 2 * (kMostStages + kScaleBuffers) * 8)
+    __host__ __device__ SharedLayout(Weight weight, int stages)
+        : barriers_at(stages * stage_bytes(weight))
+        , bytes(barriers_at + 2 * kMostStages * 8)
     {
     }
 };
@@ -149,28 +153,35 @@ struct Item
     int count;
 };
 
-// What a unit of a group costs: its weight, and as much again for so many sixteens of tokens.
+// What a unit of a group costs: its weight, and as much again for so many sixteens of tokens. Of tiles as one H200 took
+// for experts of equally many tokens.
 template <Lines kLines>
 __device__ __forceinline__ int cost_of(int tokens)
 {
+    if constexpr (kLines == Lines::kE2m1)
+    {
+        return tokens <= 8 ? 20 : tokens <= 16 ? 23 : tokens <= 32 ? 29 : tokens <= 48 ? 34 : 42;
+    }
     constexpr int kWeight = kLines == Lines::kE4m3 ? 3 : 6;
     return kWeight + (tokens + kBoxTokens - 1) / kBoxTokens;
 }
 
 // The items of a block: units of groups one after the other. An expert that all rows go through has the largest groups,
-// the last ones, and who has them would end long after the others: then blocks have units of equal costs. Without it
-// they end sooner with equally many units each.
+// the last ones, and who has them would end long after the others: then blocks have units of equal costs, as have those
+// of tiles, which are multiplied more slowly where tokens are more. Else they end sooner with equally many units each.
 struct Items
 {
     Route const& route;
     int const units; // of a group
+    bool const are_tiled; // then an item of few tokens has twice the units
     int const most; // of an item
     int at;
     int end;
 
-    __device__ __forceinline__ Items(Launch const& launch, int most_)
+    __device__ __forceinline__ Items(Launch const& launch, bool are_tiled_, int most_)
         : route(launch.p.route)
         , units(launch.units)
+        , are_tiled(are_tiled_)
         , most(most_)
     {
         if (launch.begins)
@@ -192,7 +203,8 @@ struct Items
     __device__ __forceinline__ Item next()
     {
         int4 const group = __ldcg(reinterpret_cast<int4 const*>(route.groups + at / units));
-        int const unit = at % units, count = min(most, min(units - unit, end - at));
+        int const own = are_tiled && group.z <= kAloneTokens ? 2 * most : most;
+        int const unit = at % units, count = min(own, min(units - unit, end - at));
         at += count;
         return {{group.x, group.y, group.z, group.w}, unit, count};
     }
@@ -204,6 +216,14 @@ __device__ __forceinline__ int first_row(Product const& p, Item const& item, int
 {
     return kGateUp ? half * (p.outputs / 2) + item.unit * kHalfRows
                    : item.unit * kUnitRows + half * item.count * kHalfRows;
+}
+
+// The weight's row that is `row` of a half of one of an item's units.
+template <Lines kLines, bool kGateUp>
+__device__ __forceinline__ int row_of(Product const& p, Item const& item, int unit, int half, int row)
+{
+    return kLines == Lines::kE2m1 && !kGateUp ? (item.unit + unit) * kUnitRows + row / 8 * kGranule + half * 8 + row % 8
+                                              : first_row<kGateUp>(p, item, half) + unit * kHalfRows + row;
 }
 
 } // namespace many

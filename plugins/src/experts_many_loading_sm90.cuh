@@ -33,6 +33,15 @@ __device__ __forceinline__ void copy_inputs(uint32_t to, CUtensorMap const& map,
         : "memory");
 }
 
+__device__ __forceinline__ void copy_bytes_once(
+    uint32_t to, void const* from, int bytes, uint32_t barrier, uint64_t policy)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+                 " [%0], [%1], %2, [%3], %4;" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+        : "memory");
+}
+
 // -- shared memory ----------------------------------------------------------------------------------------------------
 
 // A place in a ring, and the phase of its barriers.
@@ -62,25 +71,21 @@ struct Shared
     uint32_t const barriers;
 
     __device__ __forceinline__ Shared(Launch const& launch, uint32_t memory)
-        : layout(launch.p.inputs, kWeight, launch.stages)
+        : layout(kWeight, launch.stages)
         , start(memory)
         , barriers(memory + layout.barriers_at)
     {
     }
 
-    __device__ __forceinline__ uint32_t weight(int stage) const
+    __device__ __forceinline__ uint32_t inputs(int stage) const
     {
         return start + stage * S::kBytes;
     }
 
-    __device__ __forceinline__ uint32_t inputs(int stage) const
+    // Behind the inputs of as many tokens as there may be.
+    __device__ __forceinline__ uint32_t weight(int stage, int tokens) const
     {
-        return start + stage * S::kBytes + S::kWeightBytes;
-    }
-
-    __device__ __forceinline__ uint32_t scales(int buffer) const
-    {
-        return start + layout.scales_at + buffer * layout.scale_bytes;
+        return inputs(stage) + (S::kIsTiled && tokens <= kAloneTokens ? kAloneTokens * S::kTokenBytes : S::kInputBytes);
     }
 
     __device__ __forceinline__ uint32_t full(int stage) const
@@ -93,16 +98,6 @@ struct Shared
         return barriers + (kMostStages + stage) * 8;
     }
 
-    __device__ __forceinline__ uint32_t scales_full(int buffer) const
-    {
-        return barriers + (2 * kMostStages + buffer) * 8;
-    }
-
-    __device__ __forceinline__ uint32_t scales_empty(int buffer) const
-    {
-        return barriers + (2 * kMostStages + kScaleBuffers + buffer) * 8;
-    }
-
     // By one thread.
     __device__ __forceinline__ void init() const
     {
@@ -111,18 +106,14 @@ struct Shared
             init_barrier(full(i), 1);
             init_barrier(empty(i), Crew<kLines>::kWarps);
         }
-        for (int i = 0; i < kScaleBuffers; ++i)
-        {
-            init_barrier(scales_full(i), 1);
-            init_barrier(scales_empty(i), Crew<kLines>::kWarps);
-        }
         fence_barrier_inits();
     }
 };
 
 // -- loading ----------------------------------------------------------------------------------------------------------
 
-// Has the stages of a block's items brought: one thread's work.
+// Has the stages of a block's items brought: a warp's work. Its first lane asks for all, but for slabs of tiles, which
+// are a lane's each.
 template <Weight kWeight, bool kGateUp>
 struct Loader
 {
@@ -131,13 +122,14 @@ struct Loader
     Launch const& launch;
     Shared<kWeight> const& shared;
     uint64_t const policy;
+    int const lane;
     Place next; // stage
-    Place next_scales;
 
     __device__ __forceinline__ Loader(Launch const& launch_, Shared<kWeight> const& shared_)
         : launch(launch_)
         , shared(shared_)
         , policy(read_once_policy())
+        , lane(threadIdx.x % 32)
     {
     }
 
@@ -152,7 +144,6 @@ struct Loader
         for (bool is_first = true; items.are_left(); is_first = false)
         {
             Item const item = items.next();
-            load_scales(item);
             for (int step = 0; is_first && step < ahead; ++step)
             {
                 load_weights(item, step, step, 0);
@@ -181,51 +172,53 @@ struct Loader
 
     __device__ __forceinline__ void load_weights(Item const& item, int step, int stage, uint32_t phase) const
     {
-        uint32_t const barrier = shared.full(stage), to = shared.weight(stage);
+        uint32_t const barrier = shared.full(stage), to = shared.weight(stage, item.group.tokens);
+        int const input_bytes = boxes_of(item) * kBoxTokens * S::kTokenBytes;
         wait_for_phase(shared.empty(stage), phase ^ 1);
-        expect_bytes(barrier, item.count * kUnitRows * S::kLineBytes + boxes_of(item) * kBoxTokens * S::kTokenBytes);
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
+        if constexpr (S::kIsTiled)
         {
-            copy_weight(to + half * S::kHalfBytes, launch.weight[item.count - 1], step * S::kLineBytes,
-                first_row<kGateUp>(launch.p, item, half), item.group.expert, barrier, policy);
+            load_tiles(item, step, to, barrier, input_bytes);
+        }
+        else if (lane == 0)
+        {
+            expect_bytes(barrier, item.count * kUnitRows * S::kLineBytes + input_bytes);
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+            {
+                copy_weight(to + half * S::kHalfBytes, launch.weight[item.count - 1], step * S::kLineBytes,
+                    first_row<kGateUp>(launch.p, item, half), item.group.expert, barrier, policy);
+            }
+        }
+    }
+
+    // Behind a weight's last rows there are no tiles: what lies there may be any.
+    __device__ __forceinline__ void load_tiles(
+        Item const& item, int step, uint32_t to, uint32_t barrier, int input_bytes) const
+    {
+        static_assert(kUnitGranules == kSlabGranules);
+        int const granules = launch.p.outputs / kGranule, unit = item.unit * kUnitGranules;
+        int const bytes = min(kTileParts, launch.p.inputs / 32 - step * kTileParts) * part_bytes(kWeight);
+        if (lane == 0)
+        {
+            expect_bytes(barrier, min(item.count * kUnitGranules, granules - unit) * bytes + input_bytes);
+        }
+        __syncwarp();
+        if (lane < item.count)
+        {
+            int const first = unit + lane * kUnitGranules, count = min(kUnitGranules, granules - first);
+            int64_t const before = static_cast<int64_t>(item.group.expert) * granules + first;
+            char const* const from = static_cast<char const*>(launch.p.weight)
+                + before * granule_bytes(kWeight, launch.p.inputs) + step * count * tile_bytes(kWeight);
+            copy_bytes_once(to + lane * S::kSlabBytes, from, count * bytes, barrier, policy);
         }
     }
 
     __device__ __forceinline__ void load_inputs(Item const& item, int step) const
     {
-        copy_inputs(shared.inputs(next.at), launch.inputs[boxes_of(item) - 1], item.group.first, step * S::kAtoms,
-            shared.full(next.at));
-    }
-
-    // Rows behind the weight's last have no scales: theirs may be any.
-    __device__ __forceinline__ void load_scales(Item const& item)
-    {
-        if constexpr (lines_of(kWeight) == Lines::kE2m1)
+        if (lane == 0)
         {
-            Product const& p = launch.p;
-            int const row_bytes = shared.layout.row_scale_bytes;
-            uint32_t const barrier = shared.scales_full(next_scales.at), to = shared.scales(next_scales.at);
-            int first[2], bytes[2];
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-            {
-                first[half] = first_row<kGateUp>(p, item, half);
-                bytes[half] = max(0, min(item.count * kHalfRows, p.outputs - first[half])) * row_bytes;
-            }
-            wait_for_phase(shared.scales_empty(next_scales.at), next_scales.phase ^ 1);
-            expect_bytes(barrier, bytes[0] + bytes[1]);
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-            {
-                int64_t const row = static_cast<int64_t>(item.group.expert) * p.outputs + first[half];
-                if (bytes[half] > 0)
-                {
-                    int const at = half * Crew<Lines::kE2m1>::kItemUnits * kHalfRows * row_bytes;
-                    copy_bytes(to + at, static_cast<uint8_t const*>(p.scales) + row * row_bytes, bytes[half], barrier);
-                }
-            }
-            next_scales.advance(kScaleBuffers);
+            copy_inputs(shared.inputs(next.at), launch.inputs[boxes_of(item) - 1], item.group.first, step * S::kAtoms,
+                shared.full(next.at));
         }
     }
 };

@@ -4,17 +4,17 @@
 // One block an SM. One warp has the lines of a weight and the tokens' inputs brought, as many ahead as fit; warpgroups
 // take the weight into registers, unpacked there where it is MXFP4, NVFP4 or FP8, and multiply it by the inputs as they
 // lie in shared memory. Weights are what instructions take as rows, so that few tokens waste little.
+// Of MXFP4 and NVFP4 each warp multiplies by itself where tokens are at most 16.
 #pragma once
 
 #include "experts_fp8_scales.cuh"
 #include "experts_many_epilogue.cuh"
 #include "experts_many_layout.cuh"
 #include "experts_many_loading_sm90.cuh"
+#include "experts_tiles.cuh"
 #include "fp8.cuh"
 #include "instructions.cuh"
 #include "launch.cuh"
-#include "mxfp4.cuh"
-#include "nvfp4.cuh"
 #include "wgmma.cuh"
 
 namespace dflash
@@ -37,41 +37,24 @@ __device__ __forceinline__ uint4 read_16(uint32_t from)
     return x;
 }
 
-__device__ __forceinline__ uint32_t read_byte(uint32_t from)
-{
-    uint32_t x;
-    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(from));
-    return x;
-}
-
-__device__ __forceinline__ uint32_t read_two_bytes(uint32_t from)
-{
-    uint16_t x;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(from));
-    return x;
-}
-
 // Multiplies a warpgroup's units by a group's inputs. Of each 16 rows of a unit, a warp's, lane l has parts of the rows
 // l / 4 and l / 4 + 8; the first eight are of the unit's first half, the others of its second.
 template <typename T, Weight kWeight, bool kGateUp>
 struct Mainloop
 {
     static constexpr Lines kLines = lines_of(kWeight);
-    static constexpr bool kHasScales = kLines == Lines::kE2m1; // in shared memory
     using S = Stage<kLines>;
     using C = Crew<kLines>;
-    using Format = Mxfp4<T>;
     using Operand = uint32_t[kAtom / 16][4]; // of a unit's line, what meets an atom of inputs
 
     // A lane's part of a line of a unit.
-    struct Line
+    struct RowsLine
     {
         uint4 upper[S::kChunks];
         uint4 lower[S::kChunks];
-        uint32_t scale[2] = {}; // of upper and lower
-        uint32_t factor[2] = {}; // of NVFP4: two, each of what meets an atom of inputs
-        bool is_large = false; // a scale of MXFP4 of the warp's is beyond what one factor can be
     };
+
+    using Line = std::conditional_t<S::kIsTiled, TilePart<T, kWeight>, RowsLine>;
 
     Launch const& launch;
     Shared<kWeight> const& shared;
@@ -81,7 +64,6 @@ struct Mainloop
     int const part;
     int const blocks; // of 32 in a row
     Place next; // stage
-    Place next_scales;
 
     __device__ __forceinline__ Mainloop(Launch const& launch_, Shared<kWeight> const& shared_)
         : launch(launch_)
@@ -109,14 +91,9 @@ struct Mainloop
     }
 
     // Adds to c the products of every line of the rows. Those of one operand run beside the unpacking of the next.
-    template <int kTiles>
-    __device__ __forceinline__ void multiply(float (&c)[C::kGroupUnits][kTiles][4])
+    template <int kUnits, int kTiles>
+    __device__ __forceinline__ void multiply(float (&c)[kUnits][kTiles][4])
     {
-        constexpr int kUnits = C::kGroupUnits;
-        if constexpr (kHasScales)
-        {
-            wait_for_phase(shared.scales_full(next_scales.at), next_scales.phase);
-        }
         // The low words of matrices: places by sixteen bytes. The high ones are all the same.
         uint32_t const first_inputs = static_cast<uint32_t>(matrix(shared.inputs(0), 16, 8 * kAtom * 2));
         int last = 0; // stage
@@ -124,30 +101,31 @@ struct Mainloop
         {
             wait_for_phase(shared.full(next.at), next.phase);
             uint32_t const inputs = first_inputs + next.at * (S::kBytes / 16);
+            Line lines[kUnits];
 #pragma unroll
-            for (int i = 0; i < kUnits; ++i)
+            for (int i = 0; i < S::kAtoms * kUnits; ++i)
             {
-                Line const line = read(unit_of(i), step);
-#pragma unroll
-                for (int atom = 0; atom < S::kAtoms; ++atom)
+                int const atom = i / kUnits, unit = i % kUnits;
+                if (atom == 0)
                 {
-                    Operand a;
-                    unpack(a, line, atom);
-                    begin_products();
-                    multiply(c[i], a, inputs + atom * kTiles * 8 * kAtom * 2 / 16);
-                    commit_products();
-                    if constexpr (kUnits == 1)
-                    {
-                        wait_for_all_but<1>();
-                    }
-                    else
-                    {
-                        wait_for_products<1>(c[1 - i]);
-                    }
-                    if (i == 0 && atom == 0 && step > 0)
-                    {
-                        leave(shared.empty(last));
-                    }
+                    lines[unit] = read(unit_of(unit), step, kTiles * 8);
+                }
+                Operand a;
+                unpack(a, lines[unit], atom);
+                begin_products();
+                multiply(c[unit], a, inputs + atom * kTiles * 8 * kAtom * 2 / 16);
+                commit_products();
+                if constexpr (kUnits == 1)
+                {
+                    wait_for_all_but<1>();
+                }
+                else
+                {
+                    wait_for_products<1>(c[1 - unit]);
+                }
+                if (i == 0 && step > 0)
+                {
+                    leave(shared.empty(last));
                 }
             }
             last = next.at;
@@ -155,10 +133,53 @@ struct Mainloop
         }
         wait_for_products(c[kUnits - 1]);
         leave(shared.empty(last));
-        if constexpr (kHasScales)
+    }
+
+    // Likewise of tiles, where tokens are few: each warp multiplies granules of its own by instructions of its own,
+    // which take less for 8 or 16 tokens than a warpgroup's. Two granules share what is read of the inputs.
+    template <int kOwn, int kTiles>
+    __device__ __forceinline__ void multiply_alone(float (&c)[kOwn][kTiles][4])
+    {
+        constexpr int kAtomBytes = (kTiles + 1) / 2 * kBoxTokens * kAtom * 2;
+        int const lane = threadIdx.x % 32, chunk = lane / 8;
+        uint32_t const own_row = lane % 8 * kAtom * 2;
+        for (int step = 0; step < launch.steps; ++step)
         {
-            leave(shared.scales_empty(next_scales.at));
-            next_scales.advance(kScaleBuffers);
+            wait_for_phase(shared.full(next.at), next.phase);
+            uint32_t const inputs = shared.inputs(next.at) + own_row;
+            Line lines[kOwn];
+#pragma unroll
+            for (int i = 0; i < kOwn; ++i)
+            {
+                lines[i] = read(unit_of(i), step, kTiles * 8);
+            }
+#pragma unroll
+            for (int word = 0; word < 4; ++word)
+            {
+                uint32_t b[kTiles][4];
+#pragma unroll
+                for (int tile = 0; tile < kTiles; ++tile)
+                {
+                    uint32_t const at = inputs + word / 2 * kAtomBytes + tile * 8 * kAtom * 2;
+                    load_matrices(b[tile], at + ((word % 2 * 4 + chunk) ^ lane % 8) * 16);
+                }
+#pragma unroll
+                for (int i = 0; i < kOwn; ++i)
+                {
+                    uint32_t u[4], l[4];
+                    lines[i].unpack(0, word, u);
+                    lines[i].unpack(1, word, l);
+#pragma unroll
+                    for (int tile = 0; tile < kTiles; ++tile)
+                    {
+                        multiply_add<T>(c[i][tile], {u[0], l[0], u[1], l[1]}, b[tile][0], b[tile][1]);
+                        multiply_add<T>(c[i][tile], {u[2], l[2], u[3], l[3]}, b[tile][2], b[tile][3]);
+                    }
+                }
+            }
+            __syncwarp(); // all lanes have read, before one says so
+            leave(shared.empty(next.at));
+            next.advance(launch.stages);
         }
     }
 
@@ -172,7 +193,7 @@ struct Mainloop
         {
             wait_for_phase(shared.full(next.at), next.phase);
             uint32_t const inputs = first_inputs + next.at * (S::kBytes / 16);
-            Line const line = read(warpgroup, step);
+            Line const line = read(warpgroup, step, kTiles * 8);
             Operand a[S::kAtoms];
 #pragma unroll
             for (int atom = 0; atom < S::kAtoms; ++atom)
@@ -192,12 +213,6 @@ struct Mainloop
     // Leaves an item to the other warpgroups. What is there must be waited for, or a barrier counts this warp twice.
     __device__ __forceinline__ void skip()
     {
-        if constexpr (kHasScales)
-        {
-            wait_for_phase(shared.scales_full(next_scales.at), next_scales.phase);
-            leave(shared.scales_empty(next_scales.at));
-            next_scales.advance(kScaleBuffers);
-        }
         for (int step = 0; step < launch.steps; ++step)
         {
             wait_for_phase(shared.full(next.at), next.phase);
@@ -217,48 +232,28 @@ struct Mainloop
         }
     }
 
-    __device__ __forceinline__ Line read(int unit, int step) const
+    __device__ __forceinline__ Line read(int unit, int step, int tokens) const
     {
-        int const unit_row = unit * kHalfRows + row;
-        uint32_t const at = shared.weight(next.at) + unit_row * S::kLineBytes;
+        uint32_t const weight = shared.weight(next.at, tokens);
         Line line;
-#pragma unroll
-        for (int i = 0; i < S::kChunks; ++i)
+        if constexpr (S::kIsTiled)
         {
-            uint32_t const from = at + (kHasScales ? part ^ quad / 2 : (i * 4 + part) ^ quad) * 16;
-            line.upper[i] = read_16(from);
-            line.lower[i] = read_16(from + S::kHalfBytes);
+            int const parts = min(kTileParts, blocks - step * kTileParts);
+            uint32_t const slab = weight + unit * S::kSlabBytes;
+            line.read(slab + row / 8 * parts * part_bytes(kWeight), parts, quad, part);
         }
-        if constexpr (kHasScales)
+        else
         {
-            read_scales(line, unit_row, step);
+            uint32_t const at = weight + (unit * kHalfRows + row) * S::kLineBytes;
+#pragma unroll
+            for (int i = 0; i < S::kChunks; ++i)
+            {
+                uint32_t const from = at + ((i * 4 + part) ^ quad) * 16;
+                line.upper[i] = read_16(from);
+                line.lower[i] = read_16(from + S::kHalfBytes);
+            }
         }
         return line;
-    }
-
-    __device__ __forceinline__ void read_scales(Line& line, int unit_row, int step) const
-    {
-        // Past a row's end its numbers are zeros; any scale of its own will do.
-        int const block = min(step * 4 + part, blocks - 1), row_bytes = shared.layout.row_scale_bytes;
-        uint32_t const scales = shared.scales(next_scales.at);
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-        {
-            uint32_t const from = scales + half * Crew<Lines::kE2m1>::kItemUnits * kHalfRows * row_bytes;
-            if constexpr (kWeight == Weight::kNvfp4)
-            {
-                // Both scales of 32 numbers, of eight rows beside each other.
-                uint32_t const at = (unit_row - quad) * row_bytes + (block * 8 + quad) * 2;
-                line.factor[half] = Nvfp4<T>::factors(read_two_bytes(from + at));
-            }
-            else
-            {
-                line.scale[half] = read_byte(from + unit_row * row_bytes + block);
-                line.factor[half] = Format::factor(min(line.scale[half], Format::kMostScale));
-            }
-        }
-        line.is_large
-            = kWeight == Weight::kMxfp4 && __any_sync(kAll, max(line.scale[0], line.scale[1]) > Format::kMostScale);
     }
 
     // Makes of a line the operand that meets an atom of inputs, in the order of `place_of`.
@@ -279,14 +274,16 @@ struct Mainloop
         }
         else if constexpr (kLines == Lines::kE2m1)
         {
-            uint4 const& u = line.upper[0];
-            uint4 const& l = line.lower[0];
-            unpack(a, 0, atom == 0 ? u.x : u.z, atom == 0 ? u.y : u.w, line.factor[0], atom);
-            unpack(a, 1, atom == 0 ? l.x : l.z, atom == 0 ? l.y : l.w, line.factor[1], atom);
-            if (line.is_large)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
             {
-                multiply_excess(a, 0, line.scale[0]);
-                multiply_excess(a, 1, line.scale[1]);
+                uint32_t pairs[4];
+                line.unpack(i % 2, atom * 2 + i / 2, pairs);
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                {
+                    a[i / 2 * 2 + j / 2][j % 2 * 2 + i % 2] = pairs[j];
+                }
             }
         }
         else
@@ -304,93 +301,58 @@ struct Mainloop
             }
         }
     }
-
-    // Unpacks two words of E2M1. half: 0, of an upper row; 1, of a lower one.
-    __device__ __forceinline__ static void unpack(
-        Operand& a, int half, uint32_t first, uint32_t second, uint32_t factor, int atom)
-    {
-        uint32_t pairs[2][4];
-        Format::spread(first, pairs[0]);
-        Format::spread(second, pairs[1]);
-#pragma unroll
-        for (int word = 0; word < 2; ++word)
-        {
-            if constexpr (kWeight == Weight::kNvfp4)
-            {
-                Nvfp4<T>::multiply(pairs[word], factor, atom);
-            }
-            else
-            {
-                Format::multiply(pairs[word], factor);
-            }
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-            {
-                a[word * 2 + i / 2][i % 2 * 2 + half] = pairs[word][i];
-            }
-        }
-    }
-
-    __device__ __forceinline__ static void multiply_excess(Operand& a, int half, uint32_t scale)
-    {
-#pragma unroll
-        for (int word = 0; word < 2; ++word)
-        {
-            uint32_t pairs[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-            {
-                pairs[i] = a[word * 2 + i / 2][i % 2 * 2 + half];
-            }
-            Format::multiply_excess(pairs, scale);
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-            {
-                a[word * 2 + i / 2][i % 2 * 2 + half] = pairs[i];
-            }
-        }
-    }
 };
 
 // -- an item ---------------------------------------------------------------------------------------------------------
 
-// Computes an item for up to 8 kTiles tokens.
-template <int kTiles, typename T, Weight kWeight, bool kGateUp>
-__device__ __forceinline__ void compute(Mainloop<T, kWeight, kGateUp>& mainloop, Item const& item)
+// Computes a warpgroup's kUnits units of an item for up to 8 kTiles tokens.
+template <int kTiles, int kUnits, typename T, Weight kWeight, bool kGateUp>
+__device__ __forceinline__ void compute_units(Mainloop<T, kWeight, kGateUp>& mainloop, Item const& item)
 {
-    if (mainloop.unit_of(0) >= item.count)
-    {
-        mainloop.skip();
-        return;
-    }
-    constexpr int kUnits = Crew<lines_of(kWeight)>::kGroupUnits;
-    static_assert(kWeight != Weight::kFp8 || kUnits == 1);
     float c[kUnits][kTiles][4] = {};
+    using E = Epilogue<T, kWeight, kGateUp>;
+    E const first(mainloop.launch, item, mainloop.unit_of(0), mainloop.row);
+    E const last(mainloop.launch, item, mainloop.unit_of(kUnits - 1), mainloop.row);
     if constexpr (kWeight == Weight::kFp8)
     {
-        Product const& p = mainloop.launch.p;
-        int rows[2]; // whose scales a lane has; those behind the last row have no numbers
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-        {
-            int const row = first_row<kGateUp>(p, item, half) + mainloop.unit_of(0) * kHalfRows + mainloop.row;
-            rows[half] = min(row, p.outputs - 1);
-        }
-        Fp8Scales scales(p, item.group.expert, rows[0], rows[1], threadIdx.x % 32);
+        static_assert(kUnits == 1);
+        // Whose scales a lane has: those behind the last row have no numbers.
+        int const most = mainloop.launch.p.outputs - 1;
+        Fp8Scales scales(
+            mainloop.launch.p, item.group.expert, min(first.row(0), most), min(first.row(1), most), threadIdx.x % 32);
         mainloop.multiply(c[0], scales);
+    }
+    else if constexpr (is_tiled(kWeight) && kTiles * 8 <= kAloneTokens)
+    {
+        mainloop.multiply_alone(c);
     }
     else
     {
         mainloop.multiply(c);
     }
-    Epilogue<T, kWeight, kGateUp> const epilogue{mainloop.launch, mainloop.launch.p, item, mainloop.row};
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i)
+    first.store(c[0]);
+    if (kUnits > 1 && mainloop.unit_of(kUnits - 1) < item.count)
     {
-        if (mainloop.unit_of(i) < item.count)
-        {
-            epilogue.store(mainloop.unit_of(i), c[i]);
-        }
+        last.store(c[kUnits - 1]);
+    }
+}
+
+template <int kTiles, typename T, Weight kWeight, bool kGateUp>
+__device__ __forceinline__ void compute(Mainloop<T, kWeight, kGateUp>& mainloop, Item const& item)
+{
+    constexpr bool kAreAlone = is_tiled(kWeight) && kTiles * 8 <= kAloneTokens;
+    constexpr int kUnits = kAreAlone ? 2 : Crew<lines_of(kWeight)>::kGroupUnits;
+    if (mainloop.unit_of(0) >= item.count)
+    {
+        mainloop.skip();
+    }
+    else if (kAreAlone && mainloop.unit_of(1) >= item.count)
+    {
+        compute_units<kTiles, 1>(mainloop, item);
+    }
+    else
+    {
+        compute_units<kTiles, kUnits>(mainloop, item);
     }
 }
 
@@ -412,11 +374,11 @@ __global__ void __launch_bounds__(Crew<lines_of(kWeight)>::kThreads, 1)
         shared.init();
     }
     __syncthreads();
-    Items items(launch, C::kItemUnits);
+    Items items(launch, is_tiled(kWeight), C::kItemUnits);
     if (threadIdx.x >= C::kWarps * 32)
     {
         release_registers<C::kLoaderRegisters>();
-        if (threadIdx.x == C::kWarps * 32)
+        if (threadIdx.x / 32 == C::kWarps)
         {
             Loader<kWeight, kGateUp>(launch, shared).load(items);
         }
@@ -434,7 +396,17 @@ __global__ void __launch_bounds__(Crew<lines_of(kWeight)>::kThreads, 1)
         Item const item = items.next();
         switch ((item.group.tokens + 15) / 16)
         {
-        case 1: compute<2>(mainloop, item); break;
+        case 1:
+            if constexpr (is_tiled(kWeight))
+            {
+                if (item.group.tokens <= 8)
+                {
+                    compute<1>(mainloop, item);
+                    break;
+                }
+            }
+            compute<2>(mainloop, item);
+            break;
         case 2: compute<4>(mainloop, item); break;
         case 3: compute<6>(mainloop, item); break;
         default: compute<8>(mainloop, item); break;

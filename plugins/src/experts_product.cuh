@@ -4,12 +4,11 @@
 #pragma once
 
 #include "experts_loading.cuh"
+#include "experts_tiles.cuh"
 #include "fp8.cuh"
 #include "instructions.cuh"
 #include "int4.cuh"
 #include "launch.cuh"
-#include "mxfp4.cuh"
-#include "nvfp4.cuh"
 
 namespace dflash
 {
@@ -23,18 +22,18 @@ namespace moe
 template <typename T, Weight kWeight, int kTiles>
 struct Mainloop
 {
-    using Format = Mxfp4<T>;
-
     static constexpr int kStepBytes = Order<kWeight>::kStepBytes;
 
-    // A lane's part of half a unit.
-    struct Fragment
+    // A lane's part of half a unit of rows.
+    struct RowPart
     {
         uint4 upper;
         uint4 lower;
-        uint32_t upper_scale = 0;
+        uint32_t upper_scale = 0; // INT4's
         uint32_t lower_scale = 0;
     };
+
+    using Fragment = std::conditional_t<is_tiled(kWeight), TilePart<T, kWeight>, RowPart>;
 
     Layout const& layout;
     unsigned char const* const ring;
@@ -44,7 +43,6 @@ struct Mainloop
     int const blocks; // of 32 in a row
     uint32_t const at; // this lane's of a unit
     int slot = 0;
-    int scale_buffer = 0;
     Fragment first; // of the unit that is next
 
     __device__ __forceinline__ Mainloop(
@@ -81,12 +79,7 @@ struct Mainloop
             __syncwarp();
             weights.load_next();
             multiply_half(c, sums, tiles, first, unit * 2);
-            bool const is_last = unit + 1 == layout.units;
-            if (is_last)
-            {
-                scale_buffer = scale_buffer + 1 == layout.scale_buffers ? 0 : scale_buffer + 1;
-            }
-            begin_unit(is_last ? 0 : unit + 1);
+            begin_unit(unit + 1 == layout.units ? 0 : unit + 1);
             if (unit * 2 + 1 < layout.steps)
             {
                 multiply_half(c, sums, tiles, second, unit * 2 + 1);
@@ -102,24 +95,14 @@ struct Mainloop
     {
         unsigned char const* const loaded = ring + slot * unit_bytes(kWeight);
         Fragment a;
-        if constexpr (kWeight == Weight::kMxfp4)
+        if constexpr (is_tiled(kWeight))
         {
-            uint8_t const* const scales = ring + kUnits * kUnit + scale_buffer * layout.scale_bytes + quad * blocks;
-            // Past a row's end its numbers are zeros; any scale of its own will do.
-            int const block = min((unit * 2 + half) * 4 + part, blocks - 1);
-            a.upper_scale = scales[block];
-            a.lower_scale = scales[block + 8 * blocks];
+            // There may be no second half: then the first part of what lies there is read, and not taken.
+            int const parts = max(1, min(kTileParts, blocks - (unit * 2 + half) * kTileParts));
+            a.read(shared_address(loaded) + half * tile_bytes(kWeight), parts, quad, part);
+            return a;
         }
-        if constexpr (kWeight == Weight::kNvfp4)
-        {
-            // Both scales of 32 numbers, of eight rows beside each other.
-            uint16_t const* const scales
-                = reinterpret_cast<uint16_t const*>(ring + kUnits * kUnit + scale_buffer * layout.scale_bytes) + quad;
-            int const block = min((unit * 2 + half) * 4 + part, blocks - 1);
-            a.upper_scale = scales[block * 8];
-            a.lower_scale = scales[(block + blocks) * 8];
-        }
-        if constexpr (kWeight == Weight::kInt4)
+        else if constexpr (kWeight == Weight::kInt4)
         {
             uint16_t const* const own
                 = reinterpret_cast<uint16_t const*>(loaded + kUnit + quad * kInt4ScaleLine) + half * 4 + part;
@@ -136,13 +119,9 @@ struct Mainloop
         float (&c)[kTiles][4], [[maybe_unused]] float (&sums)[kTiles][4], int tiles, Fragment const& a, int step) const
     {
         unsigned char const* const b = inputs + quad * layout.pitch + part * 16 + step * kStepBytes;
-        if constexpr (kWeight == Weight::kMxfp4)
+        if constexpr (is_tiled(kWeight))
         {
-            multiply_mxfp4(c, tiles, a, b);
-        }
-        else if constexpr (kWeight == Weight::kNvfp4)
-        {
-            multiply_nvfp4(c, tiles, a, b);
+            multiply_tile(c, tiles, a, b);
         }
         else if constexpr (kWeight == Weight::kInt4)
         {
@@ -228,72 +207,15 @@ struct Mainloop
         }
     }
 
-    __device__ __forceinline__ void multiply_nvfp4(
+    __device__ __forceinline__ void multiply_tile(
         float (&c)[kTiles][4], int tiles, Fragment const& a, unsigned char const* b_from) const
     {
-        uint32_t const upper[4] = {a.upper.x, a.upper.y, a.upper.z, a.upper.w};
-        uint32_t const lower[4] = {a.lower.x, a.lower.y, a.lower.z, a.lower.w};
-        // Of the first two words, and of the others.
-        uint32_t const upper_factors = Nvfp4<T>::factors(a.upper_scale);
-        uint32_t const lower_factors = Nvfp4<T>::factors(a.lower_scale);
 #pragma unroll
         for (int word = 0; word < 4; ++word)
         {
             uint32_t u[4], l[4];
-            Format::spread(upper[word], u);
-            Format::spread(lower[word], l);
-            Nvfp4<T>::multiply(u, upper_factors, word / 2);
-            Nvfp4<T>::multiply(l, lower_factors, word / 2);
-#pragma unroll
-            for (int tile = 0; tile < kTiles; ++tile)
-            {
-                if (tile < tiles)
-                {
-                    uint4 const b = *reinterpret_cast<uint4 const*>(b_from + tile * 8 * layout.pitch + word * 64);
-                    multiply_add<T>(c[tile], {u[0], l[0], u[1], l[1]}, b.x, b.y);
-                    multiply_add<T>(c[tile], {u[2], l[2], u[3], l[3]}, b.z, b.w);
-                }
-            }
-        }
-    }
-
-    __device__ __forceinline__ void multiply_mxfp4(
-        float (&c)[kTiles][4], int tiles, Fragment const& a, unsigned char const* b_from) const
-    {
-        if (__any_sync(kAll, max(a.upper_scale, a.lower_scale) > Format::kMostScale))
-        {
-            multiply_mxfp4<true>(c, tiles, a, b_from);
-        }
-        else
-        {
-            multiply_mxfp4<false>(c, tiles, a, b_from);
-        }
-    }
-
-    // kAreLarge: some scales are beyond what one factor can be.
-    template <bool kAreLarge>
-    __device__ __forceinline__ void multiply_mxfp4(
-        float (&c)[kTiles][4], int tiles, Fragment const& a, unsigned char const* b_from) const
-    {
-        constexpr uint32_t kMost = kAreLarge ? Format::kMostScale : 255;
-        uint32_t const upper_scale = a.upper_scale, lower_scale = a.lower_scale;
-        uint32_t const upper[4] = {a.upper.x, a.upper.y, a.upper.z, a.upper.w};
-        uint32_t const lower[4] = {a.lower.x, a.lower.y, a.lower.z, a.lower.w};
-        uint32_t const upper_factor = Format::factor(min(upper_scale, kMost));
-        uint32_t const lower_factor = Format::factor(min(lower_scale, kMost));
-#pragma unroll
-        for (int word = 0; word < 4; ++word)
-        {
-            uint32_t u[4], l[4];
-            Format::spread(upper[word], u);
-            Format::spread(lower[word], l);
-            Format::multiply(u, upper_factor);
-            Format::multiply(l, lower_factor);
-            if constexpr (kAreLarge)
-            {
-                Format::multiply_excess(u, upper_scale);
-                Format::multiply_excess(l, lower_scale);
-            }
+            a.unpack(0, word, u);
+            a.unpack(1, word, l);
 #pragma unroll
             for (int tile = 0; tile < kTiles; ++tile)
             {

@@ -18,6 +18,8 @@ constexpr int kUnits = 4; // of a warp's ring
 constexpr int kInt4Inputs = 2 * kLine; // of a row in one unit
 constexpr int kInt4ScaleLine = kInt4Inputs / 32 * 2; // bytes of their scales
 constexpr int kFp8Block = 128; // rows and inputs that share a scale
+constexpr int kTileParts = 4; // of a tile of E2M1, 32 columns each
+constexpr int kSlabGranules = 4; // whose tiles of the same columns lie together
 
 // The type of a weight's numbers.
 enum class Weight
@@ -35,16 +37,40 @@ __host__ __device__ constexpr bool is_packed(Weight weight)
     return weight == Weight::kMxfp4 || weight == Weight::kInt4 || weight == Weight::kNvfp4;
 }
 
+// Those of E2M1, which lie in tiles with their scales: see experts_tiles.cuh.
+__host__ __device__ constexpr bool is_tiled(Weight weight)
+{
+    return weight == Weight::kMxfp4 || weight == Weight::kNvfp4;
+}
+
 // Bytes of scales of 32 numbers of E2M1.
 __host__ __device__ constexpr int scale_bytes_of(Weight weight)
 {
-    return weight == Weight::kMxfp4 ? 1 : weight == Weight::kNvfp4 ? 2 : 0;
+    return weight == Weight::kNvfp4 ? 2 : 1;
 }
 
-// Bytes that a warp loads at a time: of INT4 the scales with the numbers.
+// Bytes of a tile's part: of 16 rows 32 columns, with their scales.
+__host__ __device__ constexpr int part_bytes(Weight weight)
+{
+    return kGranule * (16 + scale_bytes_of(weight));
+}
+
+__host__ __device__ constexpr int tile_bytes(Weight weight)
+{
+    return kTileParts * part_bytes(weight);
+}
+
+// Bytes of all tiles of a granule.
+__host__ __device__ constexpr int granule_bytes(Weight weight, int inputs)
+{
+    return inputs / 32 * part_bytes(weight);
+}
+
+// Bytes that a warp loads at a time: two tiles, or of other weights 128 of each row, of INT4 with their scales.
 __host__ __device__ constexpr int unit_bytes(Weight weight)
 {
-    return kUnit + (weight == Weight::kInt4 ? kGranule * kInt4ScaleLine : 0);
+    int const scales = weight == Weight::kInt4 ? kGranule * kInt4ScaleLine : 0;
+    return is_tiled(weight) ? 2 * tile_bytes(weight) : kUnit + scales;
 }
 
 inline Weight weight_of(dflash_moe_params const& p)
@@ -59,10 +85,8 @@ inline Weight weight_of(dflash_moe_params const& p)
 struct Product
 {
     Route route;
-    void const* weight; // [E, outputs, inputs]: numbers, MXFP4's blocks, NVFP4's, INT4's words, or E4M3
-    // MXFP4's, INT4's [E, outputs, inputs / 32]; FP8's [E, outputs], or by block; NVFP4's [E, outputs / 8, inputs / 32,
-    // 8, 2]; or null
-    void const* scales;
+    void const* weight; // [E, outputs, inputs]: numbers, INT4's words, or E4M3; MXFP4's and NVFP4's tiles
+    void const* scales; // INT4's [E, outputs, inputs / 32]; FP8's [E, outputs], or by block; or null
     float const* row_scales; // NVFP4's [E, outputs]
     void const* bias; // [E, outputs], or null
     void const* x; // of gate and up [N, inputs]; of down [pairs, inputs]
@@ -104,14 +128,12 @@ struct Product
     }
 };
 
-// The layout of shared memory: each warp's ring and scales, then the tokens' inputs.
+// The layout of shared memory: each warp's ring, then the tokens' inputs.
 struct Layout
 {
-    int row_bytes; // of the weight
+    int row_bytes; // of the weight, without scales
     int units; // of a row, the last one's end past the row's perhaps
     int steps; // halves of units that have inputs
-    int scale_bytes; // of a granule, of MXFP4 and NVFP4
-    int scale_buffers; // granules that a warp's ring can reach into, and the one that it is at
     int warp_bytes;
     int token_bytes; // inputs, zeros up to the last step's end
     int pitch; // from one token's inputs to the next one's: no two meet in one bank
@@ -122,9 +144,7 @@ struct Layout
                                            : inputs * 2)
         , units((row_bytes + kLine - 1) / kLine)
         , steps((row_bytes + kLine / 2 - 1) / (kLine / 2))
-        , scale_bytes(kGranule * (inputs / 32) * scale_bytes_of(weight))
-        , scale_buffers(units >= kUnits ? 2 : (kUnits + units - 1) / units + 1)
-        , warp_bytes(kUnits * unit_bytes(weight) + scale_buffers * scale_bytes)
+        , warp_bytes(kUnits * unit_bytes(weight))
         , token_bytes(steps * (kLine / 2)
               * (is_packed(weight)             ? 4
                       : weight == Weight::kFp8 ? 2

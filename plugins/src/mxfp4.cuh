@@ -17,7 +17,6 @@ template <typename T>
 struct Mxfp4
 {
     static constexpr bool kIsHalf = std::is_same_v<T, __half>;
-    static constexpr uint32_t kMostScale = 128; // larger ones take a second factor, and FP16 a third
 
     // The eight numbers of a word as pairs (0, 4), (1, 5), (2, 6), (3, 7).
     static __device__ __forceinline__ void spread(uint32_t word, uint32_t (&pairs)[4])
@@ -48,7 +47,7 @@ struct Mxfp4
         return (word << (12 - kFrom) & 0x80008000u) | (word << (9 - kFrom) & 0x0e000e00u);
     }
 
-    // The factor that turns such pairs into the numbers times 2^(scale - 127), up to kMostScale.
+    // The factor that turns such pairs into the numbers times 2^(scale - 127), of a scale up to 128.
     static __device__ __forceinline__ uint32_t factor(uint32_t scale)
     {
         if constexpr (kIsHalf)
@@ -57,15 +56,6 @@ struct Mxfp4
             return packed<T>(power, power);
         }
         return (scale + 126) * 0x00800080u;
-    }
-
-    // The rest of a larger scale, for the second (0) and the third (1) factor.
-    static __device__ __forceinline__ uint32_t excess(uint32_t scale, int which)
-    {
-        constexpr int kMost = kIsHalf ? 15 : 127;
-        int const power = min(max(static_cast<int>(scale - kMostScale) - which * kMost, 0), kMost);
-        float const factor = scale == 255 ? __uint_as_float(0x7fc00000u) : exp2f(static_cast<float>(power));
-        return packed<T>(factor, factor);
     }
 
     static __device__ __forceinline__ void multiply(uint32_t (&pairs)[4], uint32_t by)
@@ -77,12 +67,6 @@ struct Mxfp4
             Two const product = __hmul2(reinterpret_cast<Two const&>(pair), reinterpret_cast<Two const&>(by));
             pair = reinterpret_cast<uint32_t const&>(product);
         }
-    }
-
-    static __device__ __forceinline__ void multiply_excess(uint32_t (&pairs)[4], uint32_t scale)
-    {
-        multiply(pairs, excess(scale, 0));
-        multiply(pairs, excess(scale, 1));
     }
 };
 

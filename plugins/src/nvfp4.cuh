@@ -20,9 +20,10 @@ struct Nvfp4
 
     // The factors of two scales, a byte each, as a pair. Put where the type has its exponent's low bits, a scale is
     // itself times a power of two, subnormal ones too (as in fp8.cuh); its sign, which no scale has, is not looked at.
-    static __device__ __forceinline__ uint32_t factors(uint32_t scales)
+    // half: 0, of the low two bytes; 1, of the high ones.
+    static __device__ __forceinline__ uint32_t factors(uint32_t scales, int half)
     {
-        uint32_t const apart = __byte_perm(scales, 0, 0x4140);
+        uint32_t const apart = __byte_perm(scales, 0, half == 0 ? 0x4140 : 0x4342);
         if constexpr (kIsHalf)
         {
             return multiplied(apart << 7, 0x78007800u); // by 2^15

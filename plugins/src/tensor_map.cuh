@@ -37,12 +37,12 @@ inline cudaError_t find_encoder(PFN_cuTensorMapEncodeTiled_v12000& encode)
 }
 
 // Maps a tensor's tiles: boxes whose rows are 128 bytes, with the 16-byte parts of a row in shared memory exchanged by
-// the row's number modulo 8, or by another swizzle with rows of its own; elements past the tensor's are zeros. Sizes
-// and boxes count elements, the innermost dimension first; strides count bytes, of all dimensions but the innermost.
+// the row's number modulo 8; elements past the tensor's are zeros. Sizes and boxes count elements, the innermost
+// dimension first; strides count bytes, of all dimensions but the innermost.
 template <int kDimensions>
 cudaError_t map_tiles(CUtensorMapDataType type, CUtensorMapL2promotion promotion, void const* tensor,
     cuuint64_t const (&sizes)[kDimensions], cuuint64_t const (&strides)[kDimensions - 1],
-    cuuint32_t const (&box)[kDimensions], CUtensorMap& map, CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B)
+    cuuint32_t const (&box)[kDimensions], CUtensorMap& map)
 {
     PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
     cudaError_t const error = find_encoder(encode);
@@ -53,7 +53,7 @@ cudaError_t map_tiles(CUtensorMapDataType type, CUtensorMapL2promotion promotion
     cuuint32_t steps[kDimensions];
     std::fill_n(steps, kDimensions, 1);
     CUresult const result = encode(&map, type, kDimensions, const_cast<void*>(tensor), sizes, strides, box, steps,
-        CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -19,7 +19,7 @@ from tests.gpu.test_hybrids import PARAMS, PROMPTS, load
 from tests.gpu.test_kernels import HALVES, why_not_hopper
 from tests.quantized import quantize_folder
 from trtllm_dflash import SamplingParams
-from trtllm_dflash.ops.cuda_experts import interleave_experts, moe_kernel
+from trtllm_dflash.ops.cuda_experts import moe_kernel, tile_experts
 from trtllm_dflash.ops.experts import Experts
 
 WHY_NOT = why_not_hopper("exact rows")
@@ -44,7 +44,7 @@ def test_what_experts_give_a_row_is_the_same_alone_and_among_others(kind, dtype,
     case, make = KINDS[kind]
     case = replace(case, dtype=dtype)
     weights, x, logits = make(case)
-    interleave_experts(weights, case.dtype, torch.cuda.get_device_capability())
+    tile_experts(weights, case.dtype, torch.cuda.get_device_capability())
     moe = moe_kernel(case.layer, Experts.of(weights, case.layer))
     whole = moe(x, logits)
     for count in COUNTS:

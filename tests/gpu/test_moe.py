@@ -13,8 +13,8 @@ from tests.quantized import METHODS, quantize_stack
 from tests.test_experts import CLAMP, make
 from trtllm_dflash import LLM, SamplingParams, kernels
 from trtllm_dflash.ops.base import ClampedSwiglu, MoELayer
-from trtllm_dflash.ops.cuda_experts import interleave_experts, moe_kernel
-from trtllm_dflash.ops.experts import Experts, activate, route
+from trtllm_dflash.ops.cuda_experts import moe_kernel, takes_experts, tile_experts
+from trtllm_dflash.ops.experts import Experts, activate
 from trtllm_dflash.ops.torch_ops import TorchOps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -106,8 +106,10 @@ CASES = [
     Case(20, hidden=32, columns=32, experts=5, count=5, top_k=5),
     Case(20, packed=False, hidden=16, columns=48, experts=5, count=5, top_k=2),
     Case(20, hidden=7168, columns=128, clamp=None),
-    Case(5, scales=(112, 135), hidden=320, columns=64, clamp=None, bias=False),
-    Case(5, torch.float16, scales=(80, 131), hidden=320, columns=64, clamp=None, bias=False),
+    Case(5, scales=(112, 129), hidden=320, columns=64, clamp=None, bias=False),
+    Case(5, torch.float16, scales=(80, 129), hidden=320, columns=64, clamp=None, bias=False),
+    # 416 outputs are 26 granules: the last slab has two.
+    *(Case(rows, hidden=416, columns=160, experts=5, count=5, top_k=3) for rows in (3, 15, 27, 60, 130)),
 ]
 
 
@@ -127,7 +129,7 @@ def make_kernel_inputs(case: Case, seed: int = 0) -> tuple[dict[str, torch.Tenso
         name: tensor.cuda() if tensor.dtype == torch.uint8 else tensor.to("cuda", case.dtype)
         for name, tensor in weights.items()
     }
-    interleave_experts(kept, case.dtype, torch.cuda.get_device_capability())
+    tile_experts(kept, case.dtype, torch.cuda.get_device_capability())
     x = torch.randn(case.rows, case.hidden, generator=generator)
     # Numbers of large scales are large.
     x *= 2.0 ** min(0, 125 - case.scales[1]) if case.packed else 1.0
@@ -247,25 +249,22 @@ def test_a_rows_result_is_the_same_to_the_bit_alone_and_among_others(case, many)
         assert moe(x[rows], logits[rows]).equal(out[rows])
 
 
-@needs_kernels
-@pytest.mark.parametrize("many", FEW_AND_MANY)
-def test_a_scale_that_is_not_a_number_spoils_its_experts_rows_alone(many):
-    case = Case(40)
-    weights, x, logits = make_kernel_inputs(case)
-    weights["mlp.experts.down_proj.scales"][3, 5, 7] = 255
-    out = moe_kernel(case.layer, Experts.of(weights, case.layer), many)(x, logits)
-    chose = (route(case.layer, logits)[0] == 3).any(dim=1)
-    assert out[:, 5].isnan().equal(chose)
-    assert out[:, :5].isfinite().all() and out[:, 6:].isfinite().all()
+NOT_TAKEN = [
+    Case(4, hidden=1 << 15, columns=32),  # too wide for shared memory
+    Case(4, torch.float32, False),
+    Case(4, scales=(112, 135)),  # of two factors of BF16
+    Case(4, torch.float16, scales=(110, 256)),  # some are not numbers
+]
 
 
 @needs_kernels
-@pytest.mark.parametrize("case", [Case(4, hidden=1 << 15, columns=32), Case(4, torch.float32, False)], ids=str)
+@pytest.mark.parametrize("case", NOT_TAKEN, ids=str)
 def test_what_the_kernels_do_not_take_torch_computes(case):
     weights, x, logits = make_kernel_inputs(case)
-    assert not moe_kernel(case.layer, Experts.of(weights, case.layer)).takes(x, logits)
+    assert not takes_experts(case.layer, weights, case.hidden, case.dtype)
     ops, plain = rowless_ops(weights), TorchOps(weights, {})
-    assert ops.moe(case.layer, x[None], logits[None]).equal(plain.moe(case.layer, x[None], logits[None]))
+    found, expected = (each.moe(case.layer, x[None], logits[None]) for each in (ops, plain))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @needs_kernels

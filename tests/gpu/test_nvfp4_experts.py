@@ -13,7 +13,8 @@ from tests.gpu.test_moe import Case as Any
 from tests.test_experts import CLAMP
 from trtllm_dflash import kernels
 from trtllm_dflash.ops.base import ClampedSwiglu
-from trtllm_dflash.ops.cuda_experts import interleave_experts, moe_kernel, takes_experts
+from trtllm_dflash.ops.cuda_experts import moe_kernel, takes_experts, tile_experts
+from trtllm_dflash.ops.expert_tiles import GRANULE, MXFP4_PART_BYTES, NVFP4_PART_BYTES
 from trtllm_dflash.ops.experts import Experts
 from trtllm_dflash.ops.mxfp4 import E2M1
 from trtllm_dflash.ops.torch_ops import TorchOps
@@ -82,7 +83,7 @@ def make_inputs(case: Case) -> tuple[dict[str, torch.Tensor], torch.Tensor, torc
 def kernel_of(case: Case, weights: dict[str, torch.Tensor], many: bool | None = None):
     """The kernels' feed-forward of what is stored."""
     ordered = {name: tensor.clone() for name, tensor in weights.items()}
-    interleave_experts(ordered, case.dtype, torch.cuda.get_device_capability())
+    tile_experts(ordered, case.dtype, torch.cuda.get_device_capability())
     return moe_kernel(case.layer, Experts.of(ordered, case.layer), many)
 
 
@@ -162,7 +163,7 @@ def test_the_step_computes_nvfp4_experts_by_the_kernels(dtype):
     case = replace(QWEN3, rows=8, dtype=dtype)
     weights, x, logits = make_inputs(case)
     expected = kernel_of(case, weights)(x, logits)
-    interleave_experts(weights, dtype, torch.cuda.get_device_capability())
+    tile_experts(weights, dtype, torch.cuda.get_device_capability())
     assert takes_experts(case.layer, weights, case.hidden, dtype)
     assert rowless_ops(weights).moe(case.layer, x[None], logits[None])[0].equal(expected)
 
@@ -172,23 +173,25 @@ def test_sizes_that_the_kernels_do_not_have_are_torchs(dtype):
     case = Case(8, dtype, hidden=64, columns=48, experts=8, count=8)
     weights, x, logits = make_inputs(case)
     plain = TorchOps(dict(weights), {}).moe(case.layer, x[None], logits[None])
-    interleave_experts(weights, dtype, torch.cuda.get_device_capability())
+    tile_experts(weights, dtype, torch.cuda.get_device_capability())
     assert not takes_experts(case.layer, weights, case.hidden, dtype)
     assert rowless_ops(weights).moe(case.layer, x[None], logits[None]).equal(plain)
 
 
-def test_the_library_takes_experts_as_wide_as_is_said_before_they_are_in_order():
+@pytest.mark.parametrize("is_nvfp4", [True, False], ids=["nvfp4", "mxfp4"])
+def test_the_library_takes_experts_as_wide_as_is_said_before_they_are_tiles(is_nvfp4):
     routing, capability = kernels.Routing(8, 0, 1, 2, normalized=True), torch.cuda.get_device_capability()
-    for wide in range(2048, 9000, 32):
+    for wide in range(2048, 13_000, 32):
         for hidden, columns in ((wide, 32), (32, wide)):
-            gate_up, down = (_empty_matrix(*shape) for shape in ((2 * columns, hidden), (hidden, columns)))
+            shapes = (2 * columns, hidden), (hidden, columns)
+            gate_up, down = (_empty_matrix(*shape, is_nvfp4) for shape in shapes)
             x, logits = (torch.empty(1, size, dtype=torch.float16, device="cuda") for size in (hidden, 8))
-            said = kernels.takes_nvfp4(hidden, columns, capability)
-            assert kernels.MoE(routing, gate_up, down).takes(x, logits) == said, (hidden, columns)
+            said = kernels.takes_tiles(hidden, columns, capability, is_nvfp4=is_nvfp4)
+            assert kernels.MoE(routing, gate_up, down, many=False).takes(x, logits) == said, (hidden, columns)
 
 
-def _empty_matrix(rows: int, inputs: int) -> kernels.Matrix:
+def _empty_matrix(rows: int, inputs: int, is_nvfp4: bool) -> kernels.Matrix:
     """One expert's, as it is beside FP16."""
-    shapes = ((1, rows, inputs // 2), torch.uint8), ((1, rows // 8, inputs // 32, 8, 2), torch.float8_e4m3fn)
-    values, tiles = (torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in shapes)
-    return kernels.Matrix(values, tiles, None, torch.empty(1, rows, device="cuda"))
+    size = rows // GRANULE, inputs // 32 * (NVFP4_PART_BYTES if is_nvfp4 else MXFP4_PART_BYTES)
+    tiles = torch.empty(1, *size, dtype=torch.uint8, device="cuda")
+    return kernels.Matrix(tiles, None, None, torch.empty(1, rows, device="cuda") if is_nvfp4 else None)

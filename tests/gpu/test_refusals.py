@@ -34,7 +34,7 @@ ROWS = {"dtype": 1, "slots": 1, "rows": 2, "heads": 8, "kv_heads": 2, "head_size
 PROMPTS = {**ROWS, "slots": 0, "segments": SOME, "page_table": SOME, "pages": 1, "page_rows": 64}
 MOE = {"dtype": 1, "logits_dtype": 1, "rows": 3, "hidden": 256, "columns": 256, "experts": 8, "count": 8, "top_k": 2}
 MOE |= {"logits_row_stride": 8}
-NVFP4 = dict.fromkeys(("gate_up_scales", "down_scales", "gate_up_row_scales", "down_row_scales"), SOME)
+NVFP4 = dict.fromkeys(("gate_up_row_scales", "down_row_scales"), SOME)
 PRODUCT = {"dtype": 1, "weight_dtype": 1, "rows": 0, "inputs": 128, "outputs": 64}
 
 
@@ -95,10 +95,13 @@ def test_attention_needs_heads():
         ({"clamped": 1}, SUCCESS),
         ({"gelu": 1, "clamped": 1}, INVALID_VALUE),
         ({"rows": -1}, INVALID_VALUE),
-        ({"format": 1, "gate_up_scales": SOME, "down_scales": SOME}, SUCCESS),
-        ({"format": 1, "gate_up_scales": SOME}, INVALID_VALUE),
+        ({"format": 1}, SUCCESS),
+        ({"format": 1, "gate_up_scales": SOME, "down_scales": SOME}, INVALID_VALUE),
+        ({"format": 2, "gate_up_scales": SOME, "down_scales": SOME}, SUCCESS),
+        ({"format": 2, "gate_up_scales": SOME}, INVALID_VALUE),
         ({"format": 4}, INVALID_VALUE),
-        ({"format": 5, "gate_up_scales": SOME, "down_scales": SOME}, INVALID_VALUE),
+        ({"format": 5}, INVALID_VALUE),
+        ({"format": 5, **NVFP4, "gate_up_scales": SOME}, INVALID_VALUE),
         ({"format": 5, **NVFP4}, SUCCESS),
         ({"format": 6, **NVFP4}, INVALID_VALUE),
         ({"has_shared": 1}, SUCCESS),

@@ -21,7 +21,7 @@ from typing import Literal
 from trtllm_dflash.cost.floor import PartWork, StepCount, Work, experts_touched, floor_seconds, is_expert
 from trtllm_dflash.cost.gpus import GPUS, PublishedGPU, Rates
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.kernels import ALL_REDUCE_BYTES, ALL_REDUCE_RANKS, HALVES, OLDEST_GPU, SKINNY_ROWS, takes_nvfp4
+from trtllm_dflash.kernels import ALL_REDUCE_BYTES, ALL_REDUCE_RANKS, HALVES, OLDEST_GPU, SKINNY_ROWS, takes_tiles
 from trtllm_dflash.models import target_weights
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.planned import PlannedConfig
@@ -34,29 +34,29 @@ ERROR_BOUND, MIXTURE_ERROR_BOUND = 0.05, 0.06
 FP8_CACHE_ERROR_BOUND = 0.08
 
 _STREAM = 1.05  # of a copy's rate, that weights are read at: a copy writes as much as it reads
-_JOIN = 2.0  # the exponent that joins memory's and arithmetic's time: their maximum were infinity, their sum 1
+_JOIN = 2.33  # the exponent that joins memory's and arithmetic's time: their maximum were infinity, their sum 1
 # Seconds a layer: of few rows, whose products norm them and call for weights early; of more; and of more over ranks.
-_LAYER_OF_FEW, _LAYER, _LAYER_OVER_RANKS = 20.0e-6, 25.2e-6, 42e-6
-_ROW = 59.7e-9  # seconds a layer for each row, of 4,096 numbers, divided by the ranks
+_LAYER_OF_FEW, _LAYER, _LAYER_OVER_RANKS = 19.4e-6, 28.1e-6, 42e-6
+_ROW = 64.5e-9  # seconds a layer for each row, of 4,096 numbers, divided by the ranks
 _ROW_SIZE = 4096
 
-_CONTEXT = 35e-6  # seconds of what the drafter keeps of tokens where it does not draft
-_SHARED = 1.68e-6  # seconds a layer more of mixtures with an expert that all rows go through
-_FP8_CACHES = 9e-6  # likewise of attention over FP8 caches
+_CONTEXT = 38e-6  # seconds of what the drafter keeps of tokens where it does not draft
+_SHARED = 0.84e-6  # seconds a layer more of mixtures with an expert that all rows go through
+_FP8_CACHES = 12e-6  # likewise of attention over FP8 caches
 
 # Gated delta nets: seconds of one, and the share of the copy rate that states are read and written at; of one row a
 # slot and of more, which first absorb those of the step before.
-_NET, _NET_OF_MANY = 3.2e-6, 22.9e-6
-_STATES, _STATES_OF_MANY = 0.809, 0.533
+_NET, _NET_OF_MANY = 4.9e-6, 24.6e-6
+_STATES, _STATES_OF_MANY = 0.915, 0.542
 
 # Of a slot's rows, the exponent of how many choose experts as if each did so by itself: the rows of one text are alike.
-_APART = 0.957
+_APART = 0.954
 # Of any weight's rate, what experts in 16 bits are read at; and the rows of a tile, for each of which an expert is read
 # once: on Hopper, and elsewhere.
-_EXPERTS_STREAM, _MANY_ROWS, _FEW_ROWS = 0.957, 64, 16
-_DECODED_JOIN = 1.66  # the exponent that joins the times of reading and decoding
-# Of the copy rate, that experts in NVFP4 are read and decoded at: layers alone were timed (experts-nvfp4-h200.json).
-_NVFP4_SHARE = 0.75
+_EXPERTS_STREAM, _MANY_ROWS, _FEW_ROWS = 0.943, 64, 16
+_DECODED_JOIN = 1.83  # the exponent that joins the times of reading and decoding
+# Of the copy rate, that experts in NVFP4 are read and decoded at: layers alone were timed (experts-tiles-h200.json).
+_NVFP4_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class _Experts:
     decoded: float | None = None  # bytes a second that an H200 decodes; others in proportion to operations in FP32
 
 
-_EXPERTS_IN_FP8 = _Experts(16.5e-6, 0.12, 7.69e12)
+_EXPERTS_IN_FP8 = _Experts(16.8e-6, 0.19, 7.43e12)
 #: By the name of `stored_experts`.
 _EXPERTS = {
-    None: _Experts(4.2e-6, 1.88),
-    "mxfp4": _Experts(9.8e-6, 1.45, 6.17e12),
+    None: _Experts(4.1e-6, 1.51),
+    "mxfp4": _Experts(13.8e-6, 0.94, 9.65e12),
     "fp8": _EXPERTS_IN_FP8,
     "fp8-blocks": _EXPERTS_IN_FP8,
 }
@@ -207,7 +207,8 @@ def decoded_share(config: EngineConfig, gpu: PublishedGPU) -> float | None:
     stored = stored_experts(config.target)
     if stored == "nvfp4":
         columns = moe.intermediate_size // (1 if moe.expert_parallel else config.tp)
-        return _NVFP4_SHARE if takes_nvfp4(config.target.hidden_size, columns, capability) else None
+        is_taken = takes_tiles(config.target.hidden_size, columns, capability, is_nvfp4=True)
+        return _NVFP4_SHARE if is_taken else None
     most = _experts(config).decoded if stored in _EXPERTS else None
     if most is None:
         return None

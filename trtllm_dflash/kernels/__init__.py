@@ -29,7 +29,7 @@ from trtllm_dflash.kernels.draft_tree import (
     top_ids,
 )
 from trtllm_dflash.kernels.embed import embed
-from trtllm_dflash.kernels.experts import MOE_ROWS, Matrix, MoE, Routing, takes_nvfp4
+from trtllm_dflash.kernels.experts import MOE_ROWS, Matrix, MoE, Routing, takes_tiles
 from trtllm_dflash.kernels.gate import gate, takes_gate
 from trtllm_dflash.kernels.latent_attention import LatentAppend, attend_latent, takes_latent
 from trtllm_dflash.kernels.library import (
@@ -156,12 +156,12 @@ __all__ = [
     "takes_heads",
     "takes_latent",
     "takes_norm",
-    "takes_nvfp4",
     "takes_prompts",
     "takes_quantize",
     "takes_rotary",
     "takes_router",
     "takes_skinny",
+    "takes_tiles",
     "takes_wide",
     "top_ids",
     "why_no_delta_net",

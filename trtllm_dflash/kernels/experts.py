@@ -14,24 +14,21 @@ Tensor = torch.Tensor
 #: Rows that `MoE` takes: for more, products of many rows are faster.
 MOE_ROWS = 512
 #: Rows of an expert, on average, from which on it is read once for up to 64 of them (Hopper), not for 16: of numbers,
-#: of MXFP4, and of NVFP4 (up to 4 it is read for 8, which is faster still), as an H200 measured; of FP8, an H100.
-_MANY_ROWS, _MANY_MXFP4_ROWS, _MANY_NVFP4_ROWS, _MANY_FP8_ROWS = 8, 14, 4.5, 4
+#: as an H200 measured; of FP8, an H100.
+_MANY_ROWS, _MANY_FP8_ROWS = 8, 4
+#: Of tiles it is by pairs of a row and an expert: as soon as what comes before the products is worth its time (H200).
+_MANY_PAIRS = 40
 #: Of FP8 where all rows go through one expert besides, which would be read for each 16 of them.
 _MANY_SHARED_FP8_ROWS = 2
 
 # Members of `dflash_moe_format`.
 _NUMBERS, _MXFP4, _FP8_ROWS, _FP8_BLOCKS, _INT4, _NVFP4 = range(6)
-_LEAST_MANY = {
-    _MXFP4: _MANY_MXFP4_ROWS,
-    _NVFP4: _MANY_NVFP4_ROWS,
-    _FP8_ROWS: _MANY_FP8_ROWS,
-    _FP8_BLOCKS: _MANY_FP8_ROWS,
-}
+_LEAST_MANY = {_FP8_ROWS: _MANY_FP8_ROWS, _FP8_BLOCKS: _MANY_FP8_ROWS}
 _NAMES = ("numbers", "MXFP4", "FP8", "FP8 by block", "INT4", "NVFP4")
 
 # Of `Layout` in experts_work.cuh: the fewest warps and rows of a block; 16 rows of a weight that a warp multiplies, by
-# 128 bytes of each, four times in its ring; and the bytes between one row's inputs and the next one's.
-_WARPS, _ROWS, _GRANULE, _LINE, _UNITS, _APART = 4, 8, 16, 128, 4, 64
+# two tiles of 128 columns, four times in its ring; and the bytes between one row's inputs and the next one's.
+_WARPS, _ROWS, _GRANULE, _TILE, _UNITS, _APART = 4, 8, 16, 128, 4, 64
 
 
 MoEParams = structure(
@@ -46,20 +43,22 @@ MoEParams = structure(
 )
 
 
-def takes_nvfp4(hidden: int, columns: int, capability: tuple[int, int]) -> bool:
-    """Whether the kernels compute experts of sizes H and F, of a rank, in NVFP4 on a GPU; before they are in order.
+def takes_tiles(hidden: int, columns: int, capability: tuple[int, int], *, is_nvfp4: bool) -> bool:
+    """Whether the kernels compute experts of sizes H and F, of a rank, in MXFP4 or NVFP4 on a GPU: not tiles yet.
 
-    As `dflash_moe_workspace` has it: shared memory has to hold 8 rows of the wider, and each warp's ring and scales.
+    As `dflash_moe_workspace` has it: shared memory has to hold 8 rows of the wider, and each warp's ring.
     """
     if hidden % 32 or columns % 32:
         return False
-    inputs = max(hidden, columns)
-    units = -(-inputs // (2 * _LINE))
-    granules = -(-_UNITS // units) + 1  # that a warp's ring reaches into, and the one that it is at
-    warp = _UNITS * _GRANULE * _LINE + granules * _GRANULE * inputs // 16
-    halves = -(-inputs // _LINE)  # of units, whose inputs a row has, zeros behind them
-    row = -(-halves * 2 * _LINE // 128) * 128 + _APART
+    warp = _UNITS * 2 * _TILE // 32 * _part_bytes(is_nvfp4)
+    steps = -(-max(hidden, columns) // _TILE)  # whose inputs a row has, zeros behind them
+    row = steps * 2 * _TILE + _APART
     return _WARPS * warp + _ROWS * row <= shared_bytes(capability)
+
+
+def _part_bytes(is_nvfp4: bool) -> int:
+    """Counts those of a tile's 16 rows by 32 columns, with their scales."""
+    return _GRANULE * (16 + (2 if is_nvfp4 else 1))
 
 
 @dataclass(frozen=True)
@@ -92,24 +91,24 @@ class Matrix:
         ValueError: scales or biases are not of the shape that goes with the numbers.
     """
 
-    # [E, O, I] of the rows' type, or E4M3; INT4's [E, O, I / 8] int32; MXFP4's [E, O, I / 32, 16] and NVFP4's
-    # [E, O, I / 2] uint8, and `interleave` of them beside BF16
+    # [E, O, I] of the rows' type, or E4M3; INT4's [E, O, I / 8] int32; MXFP4's and NVFP4's tiles, [E, O / 16, bytes of
+    # 16 rows] uint8, or int32 words of them beside BF16, whose numbers are interleaved
     values: Tensor
-    # MXFP4's uint8, INT4's BF16 [E, O, I / 32]; E4M3's FP32, [E, O] or of 128 by 128; NVFP4's E4M3, `tile_scales`
-    scales: Tensor | None = None
+    scales: Tensor | None = None  # INT4's BF16 [E, O, I / 32]; E4M3's FP32, [E, O] or of 128 by 128
     bias: Tensor | None = None  # [E, O]
     row_scales: Tensor | None = None  # NVFP4's FP32 [E, O]
 
     def __post_init__(self) -> None:
+        check(self.is_tiled or self.row_scales is None, f"NVFP4 alone has rows' scales: {self}")
+        part = _part_bytes(self.format == _NVFP4)
+        is_whole = not self.is_tiled or (self.values.ndim == 3 and self._bytes % part == 0)
+        check(is_whole, f"tiles {list(self.values.shape)} are not whole blocks of 32 columns: {self}")
         # The kernels find their places by the numbers' shape alone: of another they would read other numbers.
         experts, outputs, inputs = self.shape
-        of_block = experts, outputs, inputs // 32
         expected = {
-            _MXFP4: of_block,
-            _INT4: of_block,
+            _INT4: (experts, outputs, inputs // 32),
             _FP8_ROWS: (experts, outputs),
             _FP8_BLOCKS: (experts, -(-outputs // 128), -(-inputs // 128)),
-            _NVFP4: (experts, outputs // 8, inputs // 32, 8, 2),
         }
         for name, tensor, shape in (
             ("scales", self.scales, expected.get(self.format, ())),
@@ -118,8 +117,6 @@ class Matrix:
         ):
             is_right = tensor is None or tensor.shape == shape
             check(is_right, f"{name} {None if tensor is None else list(tensor.shape)}, not {list(shape)}: {self}")
-        has_both = (self.format == _NVFP4) == (self.row_scales is not None)
-        check(has_both, f"NVFP4 alone has rows' scales, and always: {self}")
 
     def __str__(self) -> str:
         return f"{_NAMES[self.format]} of experts {list(self.shape)}"
@@ -128,18 +125,27 @@ class Matrix:
     def shape(self) -> tuple[int, int, int]:
         """E, O and I."""
         experts, outputs, columns = self.values.shape[:3]
-        in_bytes = {_MXFP4: 32, _NVFP4: 2}.get(self.format, 1)  # numbers to one index
-        return experts, outputs, columns * (8 if self.values.dtype == torch.int32 else in_bytes)
+        if self.is_tiled:
+            return experts, outputs * _GRANULE, self._bytes // _part_bytes(self.format == _NVFP4) * 32
+        return experts, outputs, columns * (8 if self.values.dtype == torch.int32 else 1)
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether it is in MXFP4 or NVFP4, whose scales lie with the numbers."""
+        return self.scales is None and self.values.dtype in (torch.int32, torch.uint8)
+
+    @property
+    def _bytes(self) -> int:
+        """Counts those of the tiles of 16 rows."""
+        return self.values.shape[-1] * self.values.itemsize
 
     @property
     def format(self) -> int:
         """The `dflash_moe_format` of its numbers."""
+        if self.is_tiled:
+            return _MXFP4 if self.row_scales is None else _NVFP4
         if self.scales is None:
             return _NUMBERS
-        if self.scales.dtype == torch.uint8:
-            return _MXFP4
-        if self.scales.dtype == torch.float8_e4m3fn:
-            return _NVFP4
         if self.values.dtype == torch.int32:
             return _INT4
         return _FP8_ROWS if self.scales.ndim == 2 else _FP8_BLOCKS
@@ -149,9 +155,9 @@ class Matrix:
         packed = torch.int32 if dtype == torch.bfloat16 else torch.uint8
         types = {
             _NUMBERS: (dtype, None),
-            _MXFP4: (packed, torch.uint8),
+            _MXFP4: (packed, None),
             _INT4: (torch.int32, torch.bfloat16),
-            _NVFP4: (packed, torch.float8_e4m3fn),
+            _NVFP4: (packed, None),
         }
         expected = types.get(self.format, (torch.float8_e4m3fn, torch.float32))
         found = self.values.dtype, None if self.scales is None else self.scales.dtype
@@ -251,7 +257,8 @@ class MoE:
             least = _LEAST_MANY.get(params.format, _MANY_ROWS)
             if params.has_shared and params.format in (_FP8_ROWS, _FP8_BLOCKS):
                 least = _MANY_SHARED_FP8_ROWS
-            many = params.rows * params.top_k >= least * params.experts
+            pairs = params.rows * params.top_k
+            many = pairs >= (_MANY_PAIRS if self._gate_up.is_tiled else least * params.experts)
         for name in ["dflash_moe_many"] * many + ["dflash_moe"] * (not self._many):
             needed = ctypes.c_size_t()
             if not getattr(load().functions, name + "_workspace")(ctypes.byref(params), ctypes.byref(needed)):
@@ -269,7 +276,7 @@ class MoE:
             format=gate_up.format,
             rows=x.shape[0],
             hidden=x.shape[1],
-            columns=gate_up.values.shape[1] // 2,
+            columns=gate_up.shape[1] // 2,
             experts=routing.experts,
             first=routing.first,
             count=routing.count,

@@ -7,23 +7,21 @@ import torch
 
 from trtllm_dflash import kernels
 from trtllm_dflash.ops.base import MoELayer, Residual
+from trtllm_dflash.ops.expert_tiles import ExpertTiles, have_tiles
 from trtllm_dflash.ops.experts import ExpertMatrix, Experts
 from trtllm_dflash.ops.fp8 import FP8, Fp8Weight
 from trtllm_dflash.ops.int4 import Int4Weight
-from trtllm_dflash.ops.mxfp4 import interleave
-from trtllm_dflash.ops.nvfp4_tiles import Nvfp4Tiles, have_tiles, interleave_values, tile_scales
+from trtllm_dflash.ops.linear_weight import Nvfp4Weight
 from trtllm_dflash.ops.torch_ops import TorchOps
 
 Tensor = torch.Tensor
 
-#: Experts whose bits are put in order at a time.
-_PART = 8
-#: How the name ends by which a layer's experts are found to be in NVFP4.
-_DOWN_NVFP4 = ".experts.down_proj.global_scale"
+#: How the names end by which a layer's experts are found to be in MXFP4 or NVFP4.
+_DOWN = ".experts.down_proj."
 #: What stacks are called that have the shared expert behind a layer's others.
 _WITH_SHARED = "experts+shared_expert"
 #: What the names of an expert's tensors end with.
-_KINDS = "weight", "scale", "global_scale", "bias", "blocks", "scales", "words", "tiles"
+_KINDS = "weight", "scale", "global_scale", "bias", "blocks", "scales", "tiles"
 
 
 class CudaExperts(TorchOps):
@@ -103,27 +101,21 @@ def takes_experts(layer: MoELayer, weights: Mapping[str, Tensor], hidden: int, d
 
 
 @torch.inference_mode()
-def interleave_experts(weights: dict[str, Tensor], dtype: torch.dtype, capability: tuple[int, int]) -> None:
-    """Puts words for MXFP4's blocks into a rank's weights, as the kernels take them beside rows of a type.
+def tile_experts(weights: dict[str, Tensor], dtype: torch.dtype, capability: tuple[int, int]) -> None:
+    """Puts tiles for MXFP4's and NVFP4's numbers and scales into a rank's weights, as the kernels take them.
 
-    NVFP4's numbers likewise, and tiles for their scales, in layers that the kernels compute on a GPU of that compute
-    capability: torch would undo both in every step. Words lie where the numbers lay, whoever else holds those tensors:
-    a GPU that holds the experts once has room. A few experts are in memory several times.
+    In layers that the kernels compute beside rows of `dtype` on a GPU of that compute capability: torch would undo it
+    in every step. What stood there is freed, whoever else holds those tensors: they are empty then. No more than one
+    matrix is in memory twice.
     """
     if dtype not in kernels.HALVES:
         return
-    has_words = dtype == torch.bfloat16
-    for name in [name for name in weights if has_words and name.endswith(".blocks")]:
-        weights[name.removesuffix("blocks") + "words"] = _in_words(weights.pop(name), interleave)
-    for name in [name for name in weights if name.endswith(_DOWN_NVFP4)]:
-        prefix = name.removesuffix(_DOWN_NVFP4)
-        keys = [f"{prefix}.experts.{matrix}_proj." for matrix in ("gate_up", "down")]
-        if not _are_taken(weights, keys, capability):
-            continue
-        for key in keys:
-            weights[key + "tiles"] = tile_scales(weights.pop(key + "scale"))
-            if has_words:
-                weights[key + "words"] = _in_words(weights.pop(key + "weight"), interleave_values)
+    for name in [name for name in weights if name.endswith((_DOWN + "blocks", _DOWN + "global_scale"))]:
+        prefix = name.rpartition("down_proj.")[0]
+        keys = [f"{prefix}{matrix}_proj." for matrix in ("gate_up", "down")]
+        if _are_taken(weights, keys, capability):
+            for key in keys:
+                weights[key + "tiles"] = _tiles(weights, key, dtype == torch.bfloat16)
 
 
 def join_shared_experts(
@@ -201,32 +193,45 @@ def _joined(stack: Tensor, one: Tensor, device: torch.device) -> Tensor:
 
 
 def _are_taken(weights: Mapping[str, Tensor], keys: list[str], capability: tuple[int, int]) -> bool:
-    """Whether the kernels compute a layer of experts whose down projection is in NVFP4: both matrices, or none."""
-    if any(key + "global_scale" not in weights for key in keys):
+    """Whether the kernels compute a layer of experts whose down projection is packed: both matrices are, or none."""
+    kinds = ("weight", "scale") if f"{keys[1]}global_scale" in weights else ("blocks", "scales")
+    if any(key + kind not in weights for key in keys for kind in kinds):
         return False
-    stored = [(weights[key + "weight"], weights[key + "scale"]) for key in keys]
+    stored = [(weights[key + kinds[0]].flatten(2), weights[key + kinds[1]]) for key in keys]
     hidden, columns = (2 * values.shape[-1] for values, _ in stored)
-    return kernels.takes_nvfp4(hidden, columns, capability) and all(have_tiles(*each) for each in stored)
+    is_taken = kernels.takes_tiles(hidden, columns, capability, is_nvfp4=kinds[0] == "weight")
+    return is_taken and all(have_tiles(*each) for each in stored)
 
 
-def _in_words(numbers: Tensor, interleaved: Callable[[Tensor], Tensor]) -> Tensor:
-    """Interleaves the bytes of experts' matrices [E, O, ...] where they lie: int32 [E, O, bytes / 4]."""
-    words = numbers.flatten(2).view(torch.int32)
-    for to, part in zip(words.split(_PART), numbers.split(_PART), strict=True):
-        to.copy_(interleaved(part))
-    return words
+def _tiles(weights: dict[str, Tensor], key: str, interleaved: bool) -> Tensor:
+    """Takes a matrix out of the weights, frees it, and gives its tiles."""
+    is_gate_up = key.endswith("gate_up_proj.")
+    if (global_scale := weights.get(key + "global_scale")) is not None:
+        stored = [weights.pop(key + kind) for kind in ("weight", "scale")]
+        made = ExpertTiles.of_nvfp4(stored[0], stored[1], global_scale, is_gate_up, interleaved)
+    else:
+        stored = [weights.pop(key + kind) for kind in ("blocks", "scales")]
+        made = ExpertTiles.of_mxfp4(stored[0], stored[1], is_gate_up, interleaved)
+    for tensor in stored:
+        tensor.set_(tensor.new_empty(0).untyped_storage(), 0, (0,), (1,))
+    if made.tiles.is_cuda:
+        torch.cuda.empty_cache()  # what was freed is too small for the next matrix
+    return made.tiles
 
 
 def _is_known(layer: MoELayer, experts: Experts) -> bool:
-    """Whether the kernels have a layer's routing: by softmax, or by sigmoids with a correction."""
-    return layer.scores == "softmax" or experts.correction is not None
+    """Whether the kernels have a layer's routing (softmax, or sigmoids with a correction) and its experts' form."""
+    has_form = all(
+        matrix.blocks is None and not isinstance(matrix.quantized, Nvfp4Weight)
+        for matrix in (experts.gate_up, experts.down)
+    )
+    return has_form and (layer.scores == "softmax" or experts.correction is not None)
 
 
 def _kernel_matrix(matrix: ExpertMatrix) -> kernels.Matrix:
-    if isinstance(matrix.quantized, Nvfp4Tiles):
-        stored = matrix.quantized
-        return kernels.Matrix(stored.values, stored.tiles, matrix.bias, stored.global_scale)
+    if matrix.tiles is not None:
+        return kernels.Matrix(matrix.tiles.tiles, None, matrix.bias, matrix.tiles.global_scale)
     if isinstance(matrix.quantized, Fp8Weight | Int4Weight):
         return kernels.Matrix(matrix.quantized.values, matrix.quantized.scale, matrix.bias)
-    values = next(each for each in (matrix.weight, matrix.words, matrix.blocks) if each is not None)
-    return kernels.Matrix(values, matrix.scales, matrix.bias)
+    assert matrix.weight is not None
+    return kernels.Matrix(matrix.weight, None, matrix.bias)

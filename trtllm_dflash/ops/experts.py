@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from trtllm_dflash.ops import cpu_products
 from trtllm_dflash.ops.activations import gelu, sigmoid, silu
 from trtllm_dflash.ops.base import MoELayer
+from trtllm_dflash.ops.expert_tiles import ExpertTiles
 from trtllm_dflash.ops.linear_weight import QuantizedWeight, linear_weight
-from trtllm_dflash.ops.mxfp4 import dequantize, in_order
-from trtllm_dflash.ops.nvfp4_tiles import Nvfp4Tiles
+from trtllm_dflash.ops.mxfp4 import dequantize
 
 Tensor = torch.Tensor
 
@@ -30,32 +30,31 @@ class ExpertMatrix:
     blocks: Tensor | None  # [E, O, I / 32, 16] uint8
     scales: Tensor | None  # [E, O, I / 32] uint8
     bias: Tensor | None  # [E, O]
-    quantized: QuantizedWeight | Nvfp4Tiles | None = None  # `weight` with its scales, where it has some
-    words: Tensor | None = None  # int32 [E, O, I / 8], `interleave` of the blocks, in their place
+    quantized: QuantizedWeight | None = None  # `weight` with its scales, where it has some
+    tiles: ExpertTiles | None = None  # of MXFP4 or NVFP4, in the place of all the others but the bias
 
     @classmethod
     def of(cls, weights: Mapping[str, Tensor], name: str) -> "ExpertMatrix":
         """Reads the projection `name` from a rank's weights."""
-        weight, blocks, scales, bias, words = (
-            weights.get(f"{name}.{kind}") for kind in ("weight", "blocks", "scales", "bias", "words")
+        weight, blocks, scales, bias, tiles = (
+            weights.get(f"{name}.{kind}") for kind in ("weight", "blocks", "scales", "bias", "tiles")
         )
-        if (tiles := weights.get(f"{name}.tiles")) is not None:
-            values = weight if words is None else words
-            assert values is not None
-            return cls(weight, None, None, bias, Nvfp4Tiles(values, tiles, weights[f"{name}.global_scale"]))
+        if tiles is not None:
+            is_gate_up = name.endswith("gate_up_proj")
+            own = ExpertTiles(tiles, is_gate_up, weights.get(f"{name}.global_scale"))
+            return cls(None, None, None, bias, tiles=own)
         stored = None if weight is None else linear_weight(weights, name)
-        return cls(weight, blocks, scales, bias, None if isinstance(stored, Tensor) else stored, words)
+        return cls(weight, blocks, scales, bias, None if isinstance(stored, Tensor) else stored)
 
     def numbers(self, experts: Tensor | int, dtype: torch.dtype) -> Tensor:
         """Dequantizes the matrices of `experts` [...]: [..., O, I]."""
+        if self.tiles is not None:
+            return self.tiles.numbers(experts, dtype)
         if self.quantized is not None:
             return self.quantized.of(experts).dequantize().to(dtype)
         if self.weight is not None:
             return self.weight[experts]
-        assert self.scales is not None
-        if self.words is not None:
-            return dequantize(in_order(self.words[experts]), self.scales[experts], dtype)
-        assert self.blocks is not None
+        assert self.blocks is not None and self.scales is not None
         return dequantize(self.blocks[experts], self.scales[experts], dtype)
 
 

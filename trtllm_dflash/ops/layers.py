@@ -85,15 +85,13 @@ class MoELayer:
     | `.blocks` | [E, O, I / 32, 16]: two values a byte, the even one in the low half | uint8 |
     | `.scales` | [E, O, I / 32]: 127 + the power of two | uint8 |
 
-    Beside our kernels and BF16, `.words` stand for `.blocks`: `ops.mxfp4.interleave` of them, int32 [E, O, I / 8].
-
     In FP8 and NVFP4 (see `ops.linear_weight`), `.weight` has its scales beside it, of every expert
 
     | `.weight`, `.scale` in FP8 | [E, O, I]; FP32 [E, O], or by block [E, O / 128, I / 128] | E4M3 |
     | `.weight`, `.scale`, `.global_scale` in NVFP4 | [E, O, I / 2]; E4M3 [E, O, I / 16]; FP32 [E, O] | uint8 |
 
-    Beside our kernels and FP16 or BF16, `.tiles` stand for NVFP4's `.scale`: `ops.nvfp4_tiles.tile_scales` of it, E4M3
-    [E, O / 8, I / 32, 8, 2]; and, with BF16, `.words` for its `.weight`.
+    Beside our kernels and FP16 or BF16, `.tiles` stand for MXFP4's two and for NVFP4's `.weight` and `.scale`: see
+    `ops.expert_tiles`, [E, O / 16, bytes of 16 rows] uint8, or beside BF16 words of them, int32.
 
     A router of sigmoid scores has `{prefix}router.correction_bias` FP32 [experts], whole on every rank; torch takes one
     without it too. Where there is `{prefix}router.expert_scale` [experts], an expert's weight in a row is multiplied by

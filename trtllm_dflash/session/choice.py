@@ -78,9 +78,11 @@ def experts_of(config: EngineConfig, weights: Mapping[str, torch.Tensor], commun
     target = config.target
     if target.moe is None:
         return "none"
-    last = f"model.layers.{target.layers - 1}."  # the first ones may have none; the others' are alike
-    layer = describe_experts(last, target.moe, communicator.size, communicator.rank)
-    return ours if takes_experts(layer, weights, target.hidden_size, config.dtype) else TORCH
+    prefixes = {name.partition("mlp.experts.")[0] for name in weights if "mlp.experts.down_proj." in name}
+    layers = [describe_experts(prefix, target.moe, communicator.size, communicator.rank) for prefix in prefixes]
+    # They are alike but for what they hold: scales that our kernels do not take, say.
+    taken = {takes_experts(layer, weights, target.hidden_size, config.dtype) for layer in layers}
+    return " and ".join([ours] * (True in taken) + [TORCH] * (False in taken))
 
 
 def precision_of(config: EngineConfig) -> str:

@@ -27,7 +27,7 @@ from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import build_target
 from trtllm_dflash.ops.base import SamplingInputs
 from trtllm_dflash.ops.communicator import Communicator
-from trtllm_dflash.ops.cuda_experts import interleave_experts, join_shared_experts
+from trtllm_dflash.ops.cuda_experts import join_shared_experts, tile_experts
 from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.cuda_slots import CudaSlotOps
 from trtllm_dflash.ops.cuda_states import CudaStateOps, CudaStates, slot_segments
@@ -102,7 +102,7 @@ class CudaSession(TorchSession):
             weights = join_shared_experts(weights, build_target(config.target).expert_layers(), config.dtype, device)
         super().__init__(config, weights, device, communicator, accept, is_ours, is_ours, self._is_exact)
         if self._parts is not None:
-            interleave_experts(self.weights, config.dtype, of_gpu[-1])
+            tile_experts(self.weights, config.dtype, of_gpu[-1])
         if self.library is not None:
             self.communicator.share_memory(device)
             if self._is_exact and not self.communicator.sums_in_order:
