@@ -102,10 +102,10 @@ def random_tiles(shape: Shape, key: str, rows: int, inputs: int) -> dict[str, Te
     told = "gate_up" in key, True
     if shape.weight == "mxfp4":
         scales = torch.randint(117, 121, blocks.shape[:3], dtype=torch.uint8, device="cuda")
-        return {key + "tiles": ExpertTiles.of_mxfp4(blocks, scales, *told).tiles}
+        return {key + "tiles": ExpertTiles.of(blocks, scales, *told).tiles}
     scale = (0.5 + torch.rand(shape.stack, rows, inputs // 16, device="cuda")).to(torch.float8_e4m3fn)
     of_rows = torch.full((shape.stack, rows), inputs**-0.5 / 4, device="cuda")
-    tiles = ExpertTiles.of_nvfp4(blocks.flatten(2), scale, of_rows, *told).tiles
+    tiles = ExpertTiles.of(blocks, scale, *told, of_rows).tiles
     return {key + "tiles": tiles, key + "global_scale": of_rows}
 
 

@@ -9,7 +9,7 @@ from tests.quantized import quantize_stack
 from trtllm_dflash.kernels import HOPPER
 from trtllm_dflash.ops.base import MoELayer
 from trtllm_dflash.ops.cuda_experts import tile_experts
-from trtllm_dflash.ops.expert_tiles import MXFP4_PART_BYTES, NVFP4_PART_BYTES, ExpertTiles
+from trtllm_dflash.ops.expert_tiles import ExpertTiles
 from trtllm_dflash.ops.experts import Experts, in_tiles, one_by_one
 from trtllm_dflash.ops.mxfp4 import E2M1, interleave
 from trtllm_dflash.session.weights import multiplied_weights
@@ -55,11 +55,11 @@ def test_each_number_and_scale_lies_where_the_kernels_find_it(rows, inputs, is_g
     values = torch.randint(256, (3, rows, blocks, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(127, (3, rows, blocks, of_block), dtype=torch.uint8, generator=generator)
     if kind == "mxfp4":
-        made = ExpertTiles.of_mxfp4(values, scales.squeeze(-1), is_gate_up, interleaved=False)
+        made = ExpertTiles.of(values, scales.squeeze(-1), is_gate_up, interleaved=False)
     else:
         of_block_16 = scales.flatten(2).view(torch.float8_e4m3fn)
-        made = ExpertTiles.of_nvfp4(values.flatten(2), of_block_16, torch.ones(3, rows), is_gate_up, interleaved=False)
-    part = MXFP4_PART_BYTES if kind == "mxfp4" else NVFP4_PART_BYTES
+        made = ExpertTiles.of(values, of_block_16, is_gate_up, False, torch.ones(3, rows))
+    part = 272 if kind == "mxfp4" else 288
     assert made.tiles.shape == (3, rows // 16, blocks * part)
     flat = made.tiles.flatten(1)
     for row in range(rows):

@@ -448,10 +448,10 @@ def mixture(
         told = outputs == 2 * columns, dtype == torch.bfloat16
         if weight == "mxfp4":
             of_blocks = torch.randint(*scales, blocks.shape[:3], dtype=torch.uint8, device="cuda")
-            return kernels.Matrix(ExpertTiles.of_mxfp4(blocks, of_blocks, *told).tiles, None, bias)
+            return kernels.Matrix(ExpertTiles.of(blocks, of_blocks, *told).tiles, None, bias)
         scale = torch.rand(count, outputs, inputs // 16, device="cuda").to(E4M3)
         row_scales = torch.rand(count, outputs, device="cuda")
-        made = ExpertTiles.of_nvfp4(blocks.flatten(2), scale, row_scales, *told)
+        made = ExpertTiles.of(blocks, scale, *told, row_scales)
         return kernels.Matrix(made.tiles, None, bias, row_scales)
 
     matrices = matrix(2 * columns, hidden), matrix(hidden, columns)

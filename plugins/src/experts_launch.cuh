@@ -69,10 +69,11 @@ struct Device
 inline bool is_routed(dflash_moe_params const& p)
 {
     bool const is_nvfp4 = p.format == DFLASH_MOE_NVFP4;
-    bool const is_e2m1 = p.format == DFLASH_MOE_MXFP4 || is_nvfp4; // whose scales lie with the numbers
-    int const multiple = p.format == DFLASH_MOE_INT4 ? kInt4Inputs : is_e2m1 ? 32 : 16;
+    bool const has_tiles = is_tiled(weight_of(p)); // scales lie in them, too
+    int const multiple = p.format == DFLASH_MOE_INT4 ? kInt4Inputs : has_tiles ? 32 : 16;
     bool const has_none = !p.gate_up_scales && !p.down_scales;
-    bool const has_scales = is_e2m1 ? has_none : p.format == DFLASH_MOE_NUMBERS || (p.gate_up_scales && p.down_scales);
+    bool const has_scales
+        = has_tiles ? has_none : p.format == DFLASH_MOE_NUMBERS || (p.gate_up_scales && p.down_scales);
     bool const has_row_scales = !is_nvfp4 || (p.gate_up_row_scales && p.down_row_scales);
     bool const is_shared = p.has_shared == 1, is_alone = p.has_shared == 0 && !p.shared_gate;
     return (is_shared || is_alone) && p.rows >= 0 && p.rows <= kMostRows && p.experts <= kMostExperts && p.top_k >= 1

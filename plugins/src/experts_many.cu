@@ -8,7 +8,6 @@
 #include "experts_many_sm90.cuh"
 #include "tensor_map.cuh"
 
-
 namespace dflash
 {
 namespace

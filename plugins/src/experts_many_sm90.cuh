@@ -30,13 +30,6 @@ using namespace sm90;
 
 // -- multiplying ------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ uint4 read_16(uint32_t from)
-{
-    uint4 x;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from));
-    return x;
-}
-
 // Multiplies a warpgroup's units by a group's inputs. Of each 16 rows of a unit, a warp's, lane l has parts of the rows
 // l / 4 and l / 4 + 8; the first eight are of the unit's first half, the others of its second.
 template <typename T, Weight kWeight, bool kGateUp>

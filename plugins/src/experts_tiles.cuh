@@ -16,6 +16,14 @@ namespace dflash
 namespace moe
 {
 
+// Sixteen bytes of shared memory.
+__device__ __forceinline__ uint4 read_16(uint32_t from)
+{
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from));
+    return x;
+}
+
 // A lane's part of a tile: of rows l / 4 and l / 4 + 8 the l % 4-th 32 columns.
 template <typename T, Weight kWeight>
 struct TilePart
@@ -63,15 +71,6 @@ struct TilePart
     }
 
 private:
-    static __device__ __forceinline__ uint4 read_16(uint32_t from)
-    {
-        uint4 x;
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-            : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-            : "r"(from));
-        return x;
-    }
-
     static __device__ __forceinline__ uint32_t read_word(uint32_t from)
     {
         uint32_t x;

@@ -14,7 +14,6 @@ from tests.test_experts import CLAMP
 from trtllm_dflash import kernels
 from trtllm_dflash.ops.base import ClampedSwiglu
 from trtllm_dflash.ops.cuda_experts import moe_kernel, takes_experts, tile_experts
-from trtllm_dflash.ops.expert_tiles import GRANULE, MXFP4_PART_BYTES, NVFP4_PART_BYTES
 from trtllm_dflash.ops.experts import Experts
 from trtllm_dflash.ops.mxfp4 import E2M1
 from trtllm_dflash.ops.torch_ops import TorchOps
@@ -192,6 +191,6 @@ def test_the_library_takes_experts_as_wide_as_is_said_before_they_are_tiles(is_n
 
 def _empty_matrix(rows: int, inputs: int, is_nvfp4: bool) -> kernels.Matrix:
     """One expert's, as it is beside FP16."""
-    size = rows // GRANULE, inputs // 32 * (NVFP4_PART_BYTES if is_nvfp4 else MXFP4_PART_BYTES)
+    size = rows // kernels.GRANULE, inputs // 32 * kernels.part_bytes(is_nvfp4=is_nvfp4)
     tiles = torch.empty(1, *size, dtype=torch.uint8, device="cuda")
     return kernels.Matrix(tiles, None, None, torch.empty(1, rows, device="cuda") if is_nvfp4 else None)

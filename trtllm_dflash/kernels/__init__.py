@@ -29,7 +29,7 @@ from trtllm_dflash.kernels.draft_tree import (
     top_ids,
 )
 from trtllm_dflash.kernels.embed import embed
-from trtllm_dflash.kernels.experts import MOE_ROWS, Matrix, MoE, Routing, takes_tiles
+from trtllm_dflash.kernels.experts import GRANULE, MOE_ROWS, Matrix, MoE, Routing, part_bytes, takes_tiles
 from trtllm_dflash.kernels.gate import gate, takes_gate
 from trtllm_dflash.kernels.latent_attention import LatentAppend, attend_latent, takes_latent
 from trtllm_dflash.kernels.library import (
@@ -78,6 +78,7 @@ __all__ = [
     "ALL_REDUCE_RANKS",
     "ALL_REDUCE_SHARED",
     "EXACT_TAIL",
+    "GRANULE",
     "HALVES",
     "HEAD_SIZES",
     "HOPPER",
@@ -139,6 +140,7 @@ __all__ = [
     "load",
     "load_for",
     "log_probabilities",
+    "part_bytes",
     "quantize_blocks",
     "quantize_rows",
     "remedy",

@@ -26,9 +26,11 @@ _NUMBERS, _MXFP4, _FP8_ROWS, _FP8_BLOCKS, _INT4, _NVFP4 = range(6)
 _LEAST_MANY = {_FP8_ROWS: _MANY_FP8_ROWS, _FP8_BLOCKS: _MANY_FP8_ROWS}
 _NAMES = ("numbers", "MXFP4", "FP8", "FP8 by block", "INT4", "NVFP4")
 
-# Of `Layout` in experts_work.cuh: the fewest warps and rows of a block; 16 rows of a weight that a warp multiplies, by
-# two tiles of 128 columns, four times in its ring; and the bytes between one row's inputs and the next one's.
-_WARPS, _ROWS, _GRANULE, _TILE, _UNITS, _APART = 4, 8, 16, 128, 4, 64
+#: Rows of a weight that a warp multiplies.
+GRANULE = 16
+# Of `Layout` in experts_work.cuh: the fewest warps and rows of a block; columns of a tile, two of which a warp has four
+# times in its ring; and the bytes between one row's inputs and the next one's.
+_WARPS, _ROWS, _TILE, _UNITS, _APART = 4, 8, 128, 4, 64
 
 
 MoEParams = structure(
@@ -50,15 +52,15 @@ def takes_tiles(hidden: int, columns: int, capability: tuple[int, int], *, is_nv
     """
     if hidden % 32 or columns % 32:
         return False
-    warp = _UNITS * 2 * _TILE // 32 * _part_bytes(is_nvfp4)
+    warp = _UNITS * 2 * _TILE // 32 * part_bytes(is_nvfp4=is_nvfp4)
     steps = -(-max(hidden, columns) // _TILE)  # whose inputs a row has, zeros behind them
     row = steps * 2 * _TILE + _APART
     return _WARPS * warp + _ROWS * row <= shared_bytes(capability)
 
 
-def _part_bytes(is_nvfp4: bool) -> int:
+def part_bytes(*, is_nvfp4: bool) -> int:
     """Counts those of a tile's 16 rows by 32 columns, with their scales."""
-    return _GRANULE * (16 + (2 if is_nvfp4 else 1))
+    return GRANULE * (16 + (2 if is_nvfp4 else 1))
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Matrix:
 
     def __post_init__(self) -> None:
         check(self.is_tiled or self.row_scales is None, f"NVFP4 alone has rows' scales: {self}")
-        part = _part_bytes(self.format == _NVFP4)
+        part = part_bytes(is_nvfp4=self.format == _NVFP4)
         is_whole = not self.is_tiled or (self.values.ndim == 3 and self._bytes % part == 0)
         check(is_whole, f"tiles {list(self.values.shape)} are not whole blocks of 32 columns: {self}")
         # The kernels find their places by the numbers' shape alone: of another they would read other numbers.
@@ -126,7 +128,7 @@ class Matrix:
         """E, O and I."""
         experts, outputs, columns = self.values.shape[:3]
         if self.is_tiled:
-            return experts, outputs * _GRANULE, self._bytes // _part_bytes(self.format == _NVFP4) * 32
+            return experts, outputs * GRANULE, self._bytes // part_bytes(is_nvfp4=self.format == _NVFP4) * 32
         return experts, outputs, columns * (8 if self.values.dtype == torch.int32 else 1)
 
     @property

@@ -194,7 +194,7 @@ def _joined(stack: Tensor, one: Tensor, device: torch.device) -> Tensor:
 
 def _are_taken(weights: Mapping[str, Tensor], keys: list[str], capability: tuple[int, int]) -> bool:
     """Whether the kernels compute a layer of experts whose down projection is packed: both matrices are, or none."""
-    kinds = ("weight", "scale") if f"{keys[1]}global_scale" in weights else ("blocks", "scales")
+    kinds = _packed_kinds(weights, keys[1])
     if any(key + kind not in weights for key in keys for kind in kinds):
         return False
     stored = [(weights[key + kinds[0]].flatten(2), weights[key + kinds[1]]) for key in keys]
@@ -203,15 +203,16 @@ def _are_taken(weights: Mapping[str, Tensor], keys: list[str], capability: tuple
     return is_taken and all(have_tiles(*each) for each in stored)
 
 
+def _packed_kinds(weights: Mapping[str, Tensor], key: str) -> tuple[str, str]:
+    """Names the numbers and the scales of a matrix in NVFP4, which has a global scale, or in MXFP4."""
+    return ("weight", "scale") if key + "global_scale" in weights else ("blocks", "scales")
+
+
 def _tiles(weights: dict[str, Tensor], key: str, interleaved: bool) -> Tensor:
     """Takes a matrix out of the weights, frees it, and gives its tiles."""
-    is_gate_up = key.endswith("gate_up_proj.")
-    if (global_scale := weights.get(key + "global_scale")) is not None:
-        stored = [weights.pop(key + kind) for kind in ("weight", "scale")]
-        made = ExpertTiles.of_nvfp4(stored[0], stored[1], global_scale, is_gate_up, interleaved)
-    else:
-        stored = [weights.pop(key + kind) for kind in ("blocks", "scales")]
-        made = ExpertTiles.of_mxfp4(stored[0], stored[1], is_gate_up, interleaved)
+    numbers, scales = stored = [weights.pop(key + kind) for kind in _packed_kinds(weights, key)]
+    is_gate_up, global_scale = key.endswith("gate_up_proj."), weights.get(key + "global_scale")
+    made = ExpertTiles.of(numbers, scales, is_gate_up, interleaved, global_scale)
     for tensor in stored:
         tensor.set_(tensor.new_empty(0).untyped_storage(), 0, (0,), (1,))
     if made.tiles.is_cuda:

@@ -11,15 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
+from trtllm_dflash.kernels import GRANULE, part_bytes
 from trtllm_dflash.ops.formats import E8M0_ONE, MXFP4_BLOCK_BYTES
 from trtllm_dflash.ops.linear_weight import Nvfp4Weight
 from trtllm_dflash.ops.mxfp4 import dequantize, in_order, interleave
 
 Tensor = torch.Tensor
-
-GRANULE = 16
-#: Bytes of a tile's part, 32 columns of a granule, in MXFP4 and in NVFP4.
-MXFP4_PART_BYTES, NVFP4_PART_BYTES = (GRANULE * (MXFP4_BLOCK_BYTES + scales) for scales in (1, 2))
 
 _SLAB = 4  # granules
 _PARTS = 4  # of a tile
@@ -41,16 +38,12 @@ class ExpertTiles:
     global_scale: Tensor | None = None  # NVFP4's FP32 [E, O]; None: MXFP4
 
     @classmethod
-    def of_mxfp4(cls, blocks: Tensor, scales: Tensor, is_gate_up: bool, interleaved: bool) -> "ExpertTiles":
-        """Makes them of uint8 blocks [E, O, I / 32, 16] and scales [E, O, I / 32], which `have_tiles`."""
-        return cls(_tiled(blocks.flatten(2), scales, is_gate_up, interleaved), is_gate_up)
-
-    @classmethod
-    def of_nvfp4(
-        cls, values: Tensor, scale: Tensor, global_scale: Tensor, is_gate_up: bool, interleaved: bool
+    def of(
+        cls, numbers: Tensor, scales: Tensor, is_gate_up: bool, interleaved: bool, global_scale: Tensor | None = None
     ) -> "ExpertTiles":
-        """Makes them of numbers and scales as `Nvfp4Weight` has them, which `have_tiles`."""
-        return cls(_tiled(values, scale.view(torch.uint8), is_gate_up, interleaved), is_gate_up, global_scale)
+        """Makes them of what `have_tiles`: MXFP4's blocks and scales, or what `Nvfp4Weight` has."""
+        tiles = _tiled(numbers.flatten(2), scales.view(torch.uint8), is_gate_up, interleaved)
+        return cls(tiles, is_gate_up, global_scale)
 
     def numbers(self, experts: Tensor | int, dtype: torch.dtype) -> Tensor:
         """Dequantizes the matrices of `experts` [...]: [..., O, I]."""
@@ -67,7 +60,7 @@ class ExpertTiles:
         """Undoes `_tiled`: uint8 numbers [E, O, I / 2] and scales [E, O, I / 32 or I / 16]."""
         interleaved = tiles.dtype == torch.int32
         tiles = tiles.view(torch.uint8)
-        part = MXFP4_PART_BYTES if self.global_scale is None else NVFP4_PART_BYTES
+        part = part_bytes(is_nvfp4=self.global_scale is not None)
         count, granules, size = tiles.shape
         blocks, rows = size // part, granules * GRANULE
         values = tiles.new_empty(count, rows, blocks * MXFP4_BLOCK_BYTES)
@@ -109,29 +102,23 @@ def _places(tiles: Tensor, values: Tensor, scales: Tensor, is_gate_up: bool) -> 
     """Pairs views of the same shape: of what lies in tiles uint8, and of the same in rows."""
     count, granules, _ = tiles.shape
     blocks = values.shape[-1] // MXFP4_BLOCK_BYTES
-    of_block = scales.shape[-1] // blocks
-    part = GRANULE * (MXFP4_BLOCK_BYTES + of_block)
+    sizes = [x.shape[-1] // blocks for x in (values, scales)]  # bytes of a row's 32 columns
+    part = GRANULE * sum(sizes)
     flat = tiles.view(count, -1)
-    by_granule = [
-        _by_granule(x.view(count, -1, blocks, size), is_gate_up) for x, size in ((values, 16), (scales, of_block))
-    ]
+    by_granule = [_by_granule(x.unflatten(-1, (blocks, -1)), is_gate_up) for x in (values, scales)]
     for first, past in _runs(granules, _SLAB):
         slab = min(_SLAB, granules - first)
         own = flat[:, first * blocks * part : past * blocks * part].view(count, -1, slab * blocks * part)
-        numbers, of_numbers = (
-            x[:, first:past].unflatten(1, (-1, slab)) for x in by_granule
-        )  # [E, S, g, 2, 8, blocks, .]
+        own_rows = [x[:, first:past].unflatten(1, (-1, slab)) for x in by_granule]  # [E, S, g, 2, 8, blocks, .]
         for column, end in _runs(blocks, _PARTS):
             n = min(_PARTS, blocks - column)
             # [E, S, tiles of a granule, g, bytes]
             held = own[:, :, column * slab * part : end * slab * part].unflatten(-1, (-1, slab, n * part))
-            for x, begin, size in ((numbers, 0, 16), (of_numbers, GRANULE * n * 16, of_block)):
-                rows = x[..., column:end, :].unflatten(-2, (-1, n))  # [E, S, g, 2, 8, tiles, n, .]
-                bytes_ = held[..., begin : begin + GRANULE * n * size]
-                if size == 16:
-                    yield bytes_.unflatten(-1, (2, _HALF, n, size)), rows.permute(0, 1, 5, 2, 3, 4, 6, 7)
-                else:
-                    yield bytes_.unflatten(-1, (_HALF, n, 2, size)), rows.permute(0, 1, 5, 2, 4, 6, 3, 7)
+            own_numbers, own_scales = held.split([GRANULE * n * size for size in sizes], dim=-1)
+            # [E, S, g, 2, 8, tiles, n, .]
+            of_numbers, of_scales = (x[..., column:end, :].unflatten(-2, (-1, n)) for x in own_rows)
+            yield own_numbers.unflatten(-1, (2, _HALF, n, -1)), of_numbers.permute(0, 1, 5, 2, 3, 4, 6, 7)
+            yield own_scales.unflatten(-1, (_HALF, n, 2, -1)), of_scales.permute(0, 1, 5, 2, 4, 6, 3, 7)
 
 
 def _by_granule(x: Tensor, is_gate_up: bool) -> Tensor:

@@ -70,6 +70,11 @@ def slots_attention(target: Decoder, ops: CudaSlots, ours: str) -> str:
         taken = {ops.attends_latent(target.latent_layer(ops.tp, i)) for i in layers}
     else:
         taken = {ops.attends(target.attention_layer(ops.tp, i)) for i in layers}
+    return _by_whom(taken, ours)
+
+
+def _by_whom(taken: set[bool], ours: str) -> str:
+    """Names what computes layers that our kernels take, or do not."""
     return " and ".join([ours] * (True in taken) + [TORCH] * (False in taken))
 
 
@@ -82,7 +87,7 @@ def experts_of(config: EngineConfig, weights: Mapping[str, torch.Tensor], commun
     layers = [describe_experts(prefix, target.moe, communicator.size, communicator.rank) for prefix in prefixes]
     # They are alike but for what they hold: scales that our kernels do not take, say.
     taken = {takes_experts(layer, weights, target.hidden_size, config.dtype) for layer in layers}
-    return " and ".join([ours] * (True in taken) + [TORCH] * (False in taken))
+    return _by_whom(taken, ours)
 
 
 def precision_of(config: EngineConfig) -> str:
