@@ -37,6 +37,7 @@ def collected(tmp_path, monkeypatch):
         file, found = tmp_path / "test_claims.py", Marked(whole)
         file.write_text("import pytest\n" + tests)
         monkeypatch.delitem(sys.modules, file.stem, raising=False)  # of a file that stood here before
+        monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
         words = ["--collect-only", "--quiet", "--quiet", "-p", "no:cacheprovider", "--import-mode", "importlib"]
         code = pytest.main([*words, "-c", os.devnull, "--rootdir", str(tmp_path), str(file)], plugins=[found])
         assert code == pytest.ExitCode.OK
