@@ -360,9 +360,15 @@ def test_a_drafter_without_a_full_vocabulary_or_with_odd_sides_is_refused(tmp_pa
 
 def test_a_shortlist_compiles_for_tensorrt(tmp_path):
     pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: nothing can be compiled")
+    shape: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_size": 64}
+    target = make_target(tmp_path / "target", layers=2, vocab=2048, tied=True, **shape)
+    drafter = make_drafter(tmp_path / "drafter", target, layers=1, tap_layers=(0, 1), **shape)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (target / name).write_bytes((TINY / "target" / name).read_bytes())
     small = ["--max-batch", 1, "--max-seq-len", 128, "--chunk", 32, "--optimization-level", 0, "--greedy"]
-    flags = ["--backend", "tensorrt", "--gpu", "sm120", "--draft-vocab", 300]
-    succeeds("build", "--model", "tiny", *flags, *small, "--output", tmp_path / "engine")
+    flags = ["--backend", "tensorrt", "--gpu", "sm120", "--draft-vocab", 300, "--draft-text", PROMPT_FILE]
+    pair = ["--target", target, "--drafter", drafter]
+    succeeds("build", *pair, *flags, *small, "--output", tmp_path / "engine")
     config = read_config(tmp_path / "engine")
     assert config.drafter is not None and config.drafter.draft_vocab_size == 300
 
