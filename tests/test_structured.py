@@ -185,7 +185,7 @@ def test_penalties_and_bans_choose_among_what_the_grammar_allows(loaded):
 LINK = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"], "additionalProperties": False}
 
 
-@pytest.mark.principal("rule", "reference")
+@pytest.mark.principal("rule")
 @pytest.mark.parametrize(
     "form",
     [
