@@ -255,6 +255,7 @@ def test_the_lowest_free_slot_is_taken_first(llm, steps):
     assert all(slot < 3 for step in steps for slot, _ in step.decode)
 
 
+@pytest.mark.principal("paged")
 def test_the_most_urgent_waits_least(llm):
     scheduler = Scheduler(llm.session)
     for i in range(4):
@@ -268,6 +269,7 @@ def test_the_most_urgent_waits_least(llm):
     assert scheduled == sorted(scheduled)
 
 
+@pytest.mark.principal("linear")
 def test_deadlines_pass_while_waiting_and_while_running(llm, alone):
     clock = Clock()
     scheduler = Scheduler(llm.session, clock=clock)
