@@ -103,8 +103,8 @@ def test_drafted_sampling_has_the_targets_filtered_distribution(options, tmp_pat
     """Over many seeds, the third token given the two before it: chi-squared against the target's own probabilities."""
     from scipy.stats import chisquare  # of a second, which no other test waits for
 
-    target = make_target(tmp_path / "target", vocab=8, layers=2)
-    drafter = make_drafter(tmp_path / "drafter", target, tap_layers=(0, 1))
+    target = make_target(tmp_path / "target", vocab=8, layers=1)
+    drafter = make_drafter(tmp_path / "drafter", target, layers=1, tap_layers=(0,), block_size=4)
     llm = LLM.from_pretrained(str(target), str(drafter), precision="fp32", device="cpu", max_batch=64, max_seq_len=16)
     prompt = [1, 2, 3]
     params = [SamplingParams(max_tokens=3, ignore_eos=True, seed=seed, **options) for seed in range(1000)]
