@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,8 +117,8 @@ def test_ranks_share_a_kv_head_where_there_are_fewer_heads_than_ranks(ranks, tmp
     assert any(count for said in expected for _, accepted in said for count in accepted)
 
 
-def test_a_broken_rank_file_ends_every_rank_with_one_line(tmp_path):
-    build_tiny(tmp_path / "engine", tp=2)
+def test_a_broken_rank_file_ends_every_rank_with_one_line(engines, tmp_path):
+    shutil.copytree(engines / "2", tmp_path / "engine")
     with (tmp_path / "engine" / "rank1.safetensors").open("r+b") as file:
         file.truncate(1000)
     done = run(*COMMAND, "--engine", tmp_path / "engine", "--prompt", "hello")
