@@ -23,8 +23,8 @@ from trtllm_dflash.session.slots import SlotTensors
 from trtllm_dflash.session.trees import tree_beside, with_trees
 from trtllm_dflash.step import Drafting
 
-GREEDY = SamplingParams(max_tokens=48, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=48, ignore_eos=True, temperature=0.8, seed=5)
+GREEDY = SamplingParams(max_tokens=32, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=32, ignore_eos=True, temperature=0.8, seed=5)
 OPS = TorchOps({}, {})
 
 
@@ -253,7 +253,7 @@ def test_imposed_acceptance_is_the_depth_that_a_tree_is_accepted_to(tiny, prompt
 def test_trees_may_be_imposed_to_commit_more(tiny, prompts):
     """By the chance that a tree's drafts have, wherever the slots' rows are a tree."""
     usual = ImposedAcceptance(6.49, 16)
-    params = [SamplingParams(max_tokens=100, ignore_eos=True, seed=i) for i in range(len(prompts))]
+    params = [SamplingParams(max_tokens=50, ignore_eos=True, seed=i) for i in range(len(prompts))]
     for seed, (ids, reply) in enumerate(
         zip(prompts, changed(tiny, imposed(usual, 15), draft_tree=15).generate(prompts, params), strict=True)
     ):

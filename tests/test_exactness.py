@@ -9,8 +9,8 @@ from tests.checkpoints import make_drafter, make_target
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.pairs.prompts import read_prompts
 
-GREEDY = SamplingParams(max_tokens=40, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.8, top_k=40, top_p=0.95, seed=11)
+GREEDY = SamplingParams(max_tokens=28, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=28, ignore_eos=True, temperature=0.8, top_k=40, top_p=0.95, seed=11)
 
 
 def random_prompts(lengths, vocab=128, seed=0):

@@ -16,8 +16,8 @@ from trtllm_dflash.pairs.prompts import read_prompts
 
 ROWS = (1, 2, 3, 5, 7, 16, 17, 33, 64, 100)
 SAILOR = "Tell me a story about a sailor."
-GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=24, ignore_eos=True, temperature=1.0, seed=4)
+GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=16, ignore_eos=True, temperature=1.0, seed=4)
 
 
 # -- operations --------------------------------------------------------------------------------------------------------
