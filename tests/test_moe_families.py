@@ -173,8 +173,8 @@ def test_drafted_text_of_gpt_oss_equals_plain_text(block_size, tmp_path):
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, 16, (n,), generator=generator).tolist() for n in (3, 20, 40)]
     for params in (
-        SamplingParams(max_tokens=40, ignore_eos=True),
-        SamplingParams(max_tokens=40, ignore_eos=True, temperature=0.9, seed=5),
+        SamplingParams(max_tokens=24, ignore_eos=True),
+        SamplingParams(max_tokens=24, ignore_eos=True, temperature=0.9, seed=5),
     ):
         drafted, plain = (llm.generate(prompts, params, draft=draft) for draft in (True, False))
         assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
