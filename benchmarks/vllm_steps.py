@@ -5,24 +5,35 @@
 
 Needs an NVIDIA GPU, and vLLM 0.26 in the same Python. One engine a run: 0 drafts decode plainly. A step is timed with
 all sequences running and no prompt beside them; half of the tokens come before 1,024 are cached. With dummy weights a
-drafter repeats tokens, so that drafted rows of a mixture choose fewer experts than a real drafter's would.
+drafter repeats tokens, so that drafted rows of a mixture choose fewer experts than a real drafter's would: with
+`--random-drafts` they are as unlike as ours.
 
-Untested: on one NVIDIA H200 an engine of Qwen3.5-35B-A3B's shape was not ready after 200 s, 48 of them torch.compile's,
-whose cache is by the folder's name. No step has been timed.
+Starting takes minutes: for the best of some 90 forms of delta nets' kernels of prompts, which no timed step runs
+(`--first-forms` takes the first of each); for torch.compile, whose cache is by the folder's name (`--no-compile`:
+vLLM's own kernels, full graphs of steps still); and for graphs, which it captures once more where the caches' size is
+not given (`--cache-gib`). `--layers` cuts a target, so that two engines fit; vLLM takes a drafter only where no kind of
+the target's layers is fewer than the drafter's layers: 24 of Qwen3.5-35B-A3B's, not 20. Two processes start side by
+side and take turns by files: each makes its `--ready` and waits for its `--after`.
+
+On one NVIDIA H200 an engine of 24 of Qwen3.5-35B-A3B's layers was ready after 99 s.
 """
 
 import argparse
 import collections
+import faulthandler
 import json
 import random
 import shlex
+import signal
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trtllm_dflash.bench.random_checkpoint import write_configs
+from trtllm_dflash.checkpoint.drafter_config import default_tap_layers
 from trtllm_dflash.cost.shapes import SHAPES
 
 CACHED = 1024  # tokens in front of the step in the middle
@@ -39,6 +50,14 @@ def main() -> None:
     parser.add_argument("--batch", default="1,8,32")
     parser.add_argument("--precision", choices=("bf16", "fp8-blocks"), default="bf16", help="of the target")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--layers", type=int, help="of the target; the shape's where not given")
+    parser.add_argument("--chunk", type=int, default=8192, help="tokens of prompts a step, at most")
+    parser.add_argument("--cache-gib", type=float, help="for caches; what is left of the GPU where not given")
+    parser.add_argument("--first-forms", action="store_true", help="of the kernels that Triton would choose by timing")
+    parser.add_argument("--random-drafts", action="store_true", help="verify random tokens, as unlike as real drafts")
+    parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
+    parser.add_argument("--ready", type=Path, help="file to make when the engine is ready")
+    parser.add_argument("--after", type=Path, help="file to wait for before steps are timed")
     parser.add_argument(
         "--folder", type=Path, required=True, help="for the pair's configurations: one, once and for all"
     )
@@ -46,15 +65,21 @@ def main() -> None:
     arguments = parser.parse_args()
     batches = [int(batch) for batch in arguments.batch.split(",")]
     settings = engine_settings(arguments, max(batches))
+    faulthandler.register(signal.SIGUSR1)  # of what it forks too: says what a start that hangs is at
+    change_engine(first_forms=arguments.first_forms, random_drafts=arguments.random_drafts)
     engine, machine = start(settings)
-    steps = []
-    for batch in batches:
-        steps.append(row_of(engine, batch, arguments))
-        print(json.dumps(steps[-1]), flush=True)
+    if arguments.ready is not None:
+        arguments.ready.touch()
+    while arguments.after is not None and not arguments.after.exists():
+        time.sleep(0.1)
     told = {name: value for name, value in settings.items() if name not in ("model", "speculative_config")}
-    record = {"command": shlex.join(["python", *sys.argv]), **machine, "settings": told, "steps": steps}
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps(record, indent=2) + "\n")
+    record = {"command": shlex.join(["python", *sys.argv]), **machine, "settings": told, "steps": []}
+    for batch in batches:
+        row = row_of(engine, batch, arguments)
+        print(json.dumps(row), flush=True)
+        record["steps"].append(row)
+        if arguments.output is not None:
+            arguments.output.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def row_of(engine: Any, batch: int, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -73,11 +98,13 @@ def engine_settings(arguments: argparse.Namespace, most: int) -> dict[str, Any]:
     """What vLLM is asked for; the pair's configurations are written where they do not stand yet."""
     target, drafter = arguments.folder / "target", arguments.folder / "drafter"
     if not target.exists():
-        write_configs(arguments.folder, arguments.shape)
+        write_cut_configs(arguments.folder, arguments.shape, arguments.layers)
     raw = SHAPES[arguments.shape].target
     settings: dict[str, Any] = {"model": str(target), "load_format": "dummy", "dtype": "bfloat16", "seed": 0}
     settings |= {"skip_tokenizer_init": True, "enable_prefix_caching": False, "max_model_len": 2 * CACHED}
-    settings |= {"max_num_seqs": most, "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.92}
+    settings |= {"max_num_seqs": most, "max_num_batched_tokens": arguments.chunk, "gpu_memory_utilization": 0.92}
+    if arguments.cache_gib is not None:  # then the utilization is only what must be free when the engine starts
+        settings |= {"kv_cache_memory_bytes": int(arguments.cache_gib * 2**30), "gpu_memory_utilization": 0.3}
     settings |= {"attention_backend": "FLASH_ATTN"}
     if "text_config" in raw:
         settings["language_model_only"] = True
@@ -87,8 +114,12 @@ def engine_settings(arguments: argparse.Namespace, most: int) -> dict[str, Any]:
         quantized = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
         settings["hf_overrides"] = {"quantization_config": quantized}
     rows = 1 + arguments.drafts
-    sizes = [rows * batch for batch in (1, 2, 4, 8, 16, 24, 32, 48, 64) if batch <= most]
-    settings["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+    # Captured: steps of the batches, and of all powers of two below the largest.
+    batches = {int(batch) for batch in arguments.batch.split(",")} | {2**i for i in range(most.bit_length())}
+    graphs: dict[str, Any] = {"cudagraph_capture_sizes": [rows * batch for batch in sorted(batches)]}
+    if arguments.no_compile:
+        graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    settings["compilation_config"] = graphs
     if arguments.drafts:
         settings["speculative_config"] = {
             "method": "dflash",
@@ -98,6 +129,63 @@ def engine_settings(arguments: argparse.Namespace, most: int) -> dict[str, Any]:
             "synthetic_acceptance_length": arguments.acceptance,
         }
     return settings
+
+
+def write_cut_configs(folder: Path, name: str, layers: int | None) -> None:
+    """Writes a pair's configurations, of a target of so many layers."""
+    shape = SHAPES[name]
+    if layers is not None and layers % max(1, len(shape.kinds)):
+        raise SystemExit(f"--layers {layers}: {name} repeats {len(shape.kinds)} layers; give a multiple")
+    _, drafter = write_configs(folder, name, layers)
+    if layers is not None:
+        file = drafter / "config.json"
+        settings = json.loads(file.read_text())
+        settings["dflash_config"]["target_layer_ids"] = tap_layers(layers, len(shape.tap_layers))
+        file.write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def tap_layers(layers: int, taps: int) -> list[int]:
+    """Layers of a cut target that its drafter reads, by z-lab's rule: vLLM gives each once, if named twice too."""
+    chosen = default_tap_layers(layers, taps)
+    if len(set(chosen)) < taps or min(chosen) < 0:
+        raise SystemExit(f"--layers {layers}: the drafter reads {taps} layers of its target")
+    return chosen
+
+
+def change_engine(**changes: bool) -> None:
+    """Has vLLM's process of the engine begin by `run_changed`, be it forked or spawned."""
+    from vllm.v1.engine.core import EngineCoreProc  # type: ignore[import-not-found]
+
+    run_changed.run = EngineCoreProc.run_engine_core  # type: ignore[attr-defined]
+    EngineCoreProc.run_engine_core = partial(run_changed, **changes)
+
+
+def run_changed(*rest: Any, first_forms: bool, random_drafts: bool, **more: Any) -> None:
+    """Runs vLLM's engine in its process.
+
+    Args:
+        first_forms: `triton.autotune` takes the first of its configurations.
+        random_drafts: random tokens are verified in the place of drafts.
+    """
+    if first_forms:
+        import triton  # type: ignore[import-not-found]
+
+        choose = triton.autotune
+        triton.autotune = lambda configs, *others, **named: choose(configs[:1], *others, **named)
+    from vllm.v1.engine.core import EngineCoreProc
+
+    run = getattr(run_changed, "run", EngineCoreProc.run_engine_core)  # none of a process that was spawned
+    if random_drafts:
+        import torch
+        from vllm.v1.spec_decode.llm_base_proposer import SpecDecodeBaseProposer  # type: ignore[import-not-found]
+
+        propose = SpecDecodeBaseProposer.propose
+
+        def drawn(proposer: Any, *arguments: Any, **named: Any) -> torch.Tensor:
+            return torch.randint_like(propose(proposer, *arguments, **named), 1000, 150_000)
+
+        SpecDecodeBaseProposer.propose = drawn
+    run(*rest, **more)
 
 
 def start(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
