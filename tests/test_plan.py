@@ -58,6 +58,8 @@ RECORDS = {
     "steps-h200/qwen3-coder-30b-a3b": (MIXTURE_ERROR_BOUND, 0.06),
     "steps-h200/qwen3.5-35b-a3b": (MIXTURE_ERROR_BOUND, 0.06),
     "steps-h200/qwen3-coder-next-fp8": (MIXTURE_ERROR_BOUND, 0.06),
+    "steps-h200/gemma-4-31b": (ERROR_BOUND, 0.05),
+    "steps-h200/gemma-4-26b-a4b": (MIXTURE_ERROR_BOUND, 0.06),
     "steps-h100/since-qwen3-8b": (ERROR_BOUND, 0.05),
     "steps-h100/any-width-since-qwen3-4b": (ERROR_BOUND, 0.05),
     "steps-h100/any-width-since-qwen3.5-27b": (ERROR_BOUND, 0.05),

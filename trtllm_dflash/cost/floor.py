@@ -24,6 +24,7 @@ from trtllm_dflash.step import Drafting
 #: What the drafter reads for its context rows; of each layer's tensors, only the norm of its keys.
 _CONTEXT = (PREFIX + "fc.", PREFIX + "hidden_norm.", PREFIX + "context_kv_proj.")
 _KEY_NORM = ".k_norm.weight"
+_OUTPUT_NORM = ".post_feedforward_layernorm.weight"
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class PartWork:
     states: Work = Work(0, 0)  # of gated delta nets
     nets: int = 0  # of the layers, those that have one
     rows_of_slot: int = 1  # of the rows
+    normed: int = 0  # of the layers, those whose parts' outputs are normed before they are added
 
     @property
     def total(self) -> Work:
@@ -107,6 +109,7 @@ class StepCount:
         weights = [weight for weight in target_weights(target) if weight.name not in elsewhere]
         self._target = _Matrices.of([*weights, _head(target)], config, gpu)
         self._mixers = Counter(mixers_of(target))
+        self._normed = sum(weight.name.endswith(_OUTPUT_NORM) for weight in weights)
         if config.drafter is not None:
             weights = Drafter(config.drafter).weights()
             # Without one of its own the target's head, read once more.
@@ -141,7 +144,8 @@ class StepCount:
             attention += self._attention(mixer, layers * batch * (seen[0] + rows - 1), layers * batch * sum(seen))
         products = self._target.dense_work(tokens) + self._embedding_rows(tokens)
         experts = self._target.expert_work(tokens)
-        return PartWork(products, experts, attention, target.layers, tokens, target.hidden_size, states, nets, rows)
+        sizes = target.layers, tokens, target.hidden_size
+        return PartWork(products, experts, attention, *sizes, states, nets, rows, self._normed)
 
     def _context_work(self, drafter: DrafterConfig, batch: int, rows: int) -> PartWork:
         """Counts the drafter's K and V of committed tokens, one a slot at least; they skip its other matrices."""

@@ -43,6 +43,7 @@ _ROW_SIZE = 4096
 _CONTEXT = 38e-6  # seconds of what the drafter keeps of tokens where it does not draft
 _SHARED = 0.84e-6  # seconds a layer more of mixtures with an expert that all rows go through
 _FP8_CACHES = 12e-6  # likewise of attention over FP8 caches
+_NORMED = 25e-6  # likewise where what attention and the feed-forward give is normed before it is added
 
 # Gated delta nets: seconds of one, and the share of the copy rate that states are read and written at; of one row a
 # slot and of more, which first absorb those of the step before.
@@ -119,7 +120,7 @@ def predict_parts(config: EngineConfig, gpu: PublishedGPU, parts: Sequence[PartW
     products = sum(_joined(part.products, stream) for part in parts) + sum(read) + multiplied
     attention = sum(part.attention.seconds(stream) + _states_read(part) / rates.copy for part in parts)
     latency = sum(part.layers * _layer_latency(config, part) + _nets_latency(part) for part in parts)
-    latency += sum(_CONTEXT for part in parts if part.layers == 0)
+    latency += sum(_CONTEXT for part in parts if part.layers == 0) + sum(_NORMED * part.normed for part in parts)
     by_rows = sum(part.layers * part.rows * part.hidden_size / _ROW_SIZE * _ROW for part in parts) / config.tp
     sums = sum(part.sums * sum_seconds(sum_bytes(config, part), config.tp, gpu) for part in parts)
     shares: dict[Limit, float] = {
