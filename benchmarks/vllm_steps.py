@@ -20,11 +20,9 @@ On one NVIDIA H200 an engine of 24 of Qwen3.5-35B-A3B's layers was ready after 9
 
 import argparse
 import collections
-import faulthandler
 import json
 import random
 import shlex
-import signal
 import statistics
 import sys
 import time
@@ -65,7 +63,6 @@ def main() -> None:
     arguments = parser.parse_args()
     batches = [int(batch) for batch in arguments.batch.split(",")]
     settings = engine_settings(arguments, max(batches))
-    faulthandler.register(signal.SIGUSR1)  # of what it forks too: says what a start that hangs is at
     change_engine(first_forms=arguments.first_forms, random_drafts=arguments.random_drafts)
     engine, machine = start(settings)
     if arguments.ready is not None:
