@@ -283,7 +283,7 @@ def test_targets_without_kernels_are_planned_from_their_published_shapes(name):
     assert bool(on_hopper) == (name == "kimi-k2.5")  # the others are our kernels' there
     compiled = "build", "--plan", "--model", name, "--gpu", "b300", "--tp", 8, "--backend", "tensorrt"
     # Others than hybrids have experts of GELU, or in INT4.
-    said = "States: " if engine.target.delta is not None else "A TensorRT plan for this GPU reads all"
+    said = "States: " if engine.target.delta is not None else "A TensorRT plan for b300 reads all"
     assert said in succeeds(*compiled)
 
 
@@ -440,6 +440,18 @@ def test_without_a_gpu_all_are_compared():
     assert "use --tp 2" in text
     found = Comparison.model_validate_json(succeeds(*MODEL, "--json"))
     assert {plan.gpu for plan in found.plans} | found.refused.keys() == GPUS.keys()
+
+
+@pytest.mark.parametrize("more", [(), ("--at", "10", "--acceptance", 5)], ids=["plan", "speeds"])
+def test_a_comparison_says_of_which_gpus_a_note_is(more):
+    command = ("build", "--plan", "--model", "gpt-oss-20b", *more)
+    plans = json.loads(succeeds(*command, "--json"))["plans"]
+    assert len(plans) > 4
+    text = succeeds(*command).replace("\n", " ")
+    for note in {note for plan in plans for note in plan["assumptions"]}:
+        gpus = [plan["gpu"] for plan in plans if note in plan["assumptions"]]
+        assert text.count(f" {note}") == 1
+        assert len(gpus) == len(plans) or f" {', '.join(gpus)}: {note}" in text
 
 
 def test_a_tensorrt_plan_for_rtx_reads_every_expert():

@@ -118,7 +118,7 @@ def _experts(config: EngineConfig, gpu: PublishedGPU, moe: MoEConfig) -> list[st
     stored = str(expert_precision(config)).upper()
     chosen = f"Every choice of {moe.top_k} of {moe.experts} is taken to be equally likely; real routing touches fewer."
     if computes_all_experts(config):
-        chosen = f"A TensorRT plan for this GPU reads all {moe.experts} in every step."
+        chosen = f"A TensorRT plan for {gpu.name} reads all {moe.experts} in every step."
     notes = [
         f"Experts: {stored}, multiplied in {precision}, read if touched, once for each {rows_at_once(config, gpu)} "
         f"rows; the rest {precision if rest is None else rest.value.upper()}.",

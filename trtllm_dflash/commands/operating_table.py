@@ -3,6 +3,7 @@
 from rich.table import Table
 
 from trtllm_dflash.build.operating import NODE, AtSpeed, Method, OperatingComparison, OperatingPlan, Operation
+from trtllm_dflash.commands.plan_table import shared_notes
 
 _METHODS: tuple[Method, ...] = ("plain", "DFlash", "EAGLE-3")
 
@@ -44,7 +45,8 @@ def operating_comparison_lines(found: OperatingComparison) -> list[Table | str]:
             cells = [_rate(point.best[method]) for method in methods]
             first = plan.gpu if i == 0 else ""
             table.add_row(first, f"{point.tokens_per_second_per_user:,.0f}", *cells, _over(point, "DFlash", "plain"))
-    return [_head(found.plans[0], "each GPU"), table, *refused, *found.plans[0].assumptions]
+    notes = shared_notes({plan.gpu: plan.assumptions for plan in found.plans})
+    return [_head(found.plans[0], "each GPU"), table, *refused, *notes]
 
 
 def _head(plan: OperatingPlan, gpu: str | None = None) -> str:

@@ -1,5 +1,7 @@
 """The tables of `build --plan`."""
 
+from collections.abc import Mapping, Sequence
+
 from rich.table import Table
 
 from trtllm_dflash.build.plan import COMPARED, BuildPlan, Comparison, Pages, Point
@@ -19,9 +21,23 @@ def comparison_lines(found: Comparison) -> list[Table | str]:
     if not found.plans:
         return [*refused]
     plan = found.plans[0]
-    notes = dict.fromkeys(note for each in found.plans for note in each.assumptions)
+    notes = shared_notes({each.gpu: each.assumptions for each in found.plans})
     head = f"{_what(plan)}; steps with {plan.cache_length:,} tokens in each slot"
     return [head, _comparison_table(found), *refused, "GB: with the caches of those slots.", *notes]
+
+
+def shared_notes(of_gpus: Mapping[str, Sequence[str]]) -> list[str]:
+    """Write each note of several GPUs' plans once, topic by topic; before one that is not of all of them, of which."""
+    gpus: dict[str, list[str]] = {}
+    for gpu, notes in of_gpus.items():
+        for note in notes:
+            gpus.setdefault(note, []).append(gpu)
+    topics = list(dict.fromkeys(note.partition(":")[0] for note in gpus))
+    lines = []
+    for note in sorted(gpus, key=lambda note: topics.index(note.partition(":")[0])):
+        is_said = len(gpus[note]) == len(of_gpus) or gpus[note][0] in note.replace(",", " ").split()
+        lines.append(note if is_said else f"{', '.join(gpus[note])}: {note}")
+    return lines
 
 
 def _head_lines(plan: BuildPlan) -> list[str]:
