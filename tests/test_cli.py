@@ -1,7 +1,9 @@
 """The command line around the two main commands: help, versions, the catalog, settings, and the doctor."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -327,13 +329,38 @@ def test_on_a_bare_machine_every_absence_has_a_cost_and_a_remedy(monkeypatch, tm
         assert finding.remedy
 
 
+# -- Ctrl-C while a command begins -----------------------------------------------------------------------------------
+
+
 def test_ctrl_c_while_the_commands_are_imported_is_one_line(monkeypatch, capsys):
     class Interrupted(ModuleType):
         def __getattr__(self, name):
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setitem(sys.modules, "trtllm_dflash.cli", Interrupted("cli"))
-    with pytest.raises(SystemExit) as ended:
-        entry.start()
-    assert ended.value.code == 130
+    monkeypatch.setattr(os, "_exit", Mock(side_effect=SystemExit))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(SystemExit):
+            entry.start()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    os._exit.assert_called_once_with(130)
     assert capsys.readouterr().err == "error: interrupted\n"
+
+
+def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path, tiny_engine):
+    """Parts of torch's import clear what they meet, an interrupt too: so does all of this one's."""
+    (tmp_path / "torch.py").write_text(
+        f"import time\nprint('importing', flush=True)\ntry:\n    time.sleep({PATIENCE})\n"
+        "except KeyboardInterrupt:\n    raise SystemExit('the interrupt was cleared')\n"
+    )
+    paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    process = start([*PYTHON, "generate", "--engine", tiny_engine, "--prompt", "hello"], env=environment)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=PATIENCE) == ("", "error: interrupted\n")
+    assert process.returncode == 130

@@ -10,7 +10,8 @@ Example:
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+
+TYPE_CHECKING = False  # type checkers know it by its name; Ctrl-C is one line only once `typing`, say, is imported
 
 __version__ = "0.1.0"
 
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from trtllm_dflash.runtime.structured import Structured
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'trtllm_dflash' has no attribute {name!r}")

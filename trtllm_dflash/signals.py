@@ -1,6 +1,13 @@
-"""Signals, and which of them this process was started to ignore."""
+"""Signals: which of them this process was started to ignore, and Ctrl-C while it imports."""
 
+import os
 import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 
 
 def is_heard(number: int) -> bool:
@@ -10,3 +17,48 @@ def is_heard(number: int) -> bool:
     and a terminal that closes end other programs and not these. A handler would undo that.
     """
     return signal.getsignal(number) not in (signal.SIG_IGN, None)
+
+
+def leave() -> None:
+    """Ends the process at once as an interrupted command ends, whatever call it is in."""
+    sys.stderr.write("error: interrupted\n")
+    sys.stderr.flush()
+    os._exit(128 + signal.SIGINT)
+
+
+@contextmanager
+def leaving_on_interrupt() -> Iterator[None]:
+    """Lets Ctrl-C end the process at once: where nothing is begun yet, and an exception might not get through."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: leave())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class GuardedImport:
+    """A finder for `sys.meta_path` that lets Ctrl-C end the process at once while a package is imported.
+
+    Torch's takes a second or more, and parts of it clear whatever exception they meet: the command went on.
+    """
+
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Finds the package as Python does, to be executed so; None for others."""
+        spec = PathFinder.find_spec(name, path, target) if name == self._package else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            with leaving_on_interrupt():
+                execute(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.signals import is_heard
+from trtllm_dflash.signals import is_heard, leave
 
 #: Variables of ranks, for MPICH: with memory that they share, each polls until all have begun, on others' cores.
 PATIENT = {"MPIR_CVAR_NOLOCAL": "1"}
@@ -56,7 +56,7 @@ def end_on_interrupt() -> None:
     if not is_heard(signal.SIGINT):
         return
     if launched_rank() == 0:
-        signal.signal(signal.SIGINT, lambda *_: _leave())
+        signal.signal(signal.SIGINT, lambda *_: leave())
     elif launched_rank() is not None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # not Python's, which waits for MPI to begin
         _is_for_rank_0 = True
@@ -66,9 +66,3 @@ def leave_interrupts_to_rank_0() -> None:
     """Lets a rank that has begun MPI hear Ctrl-C no more, where `end_on_interrupt` ends the ranks."""
     if _is_for_rank_0:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-def _leave() -> None:
-    sys.stderr.write("error: interrupted\n")
-    sys.stderr.flush()
-    os._exit(128 + signal.SIGINT)
