@@ -8,6 +8,7 @@ import pytest
 
 from tests.virtual_time import run_virtually
 from trtllm_dflash import SamplingParams
+from trtllm_dflash.errors import EngineError
 from trtllm_dflash.sweep.dataset import Dataset, Sample
 from trtllm_dflash.sweep.load import Amount, ClosedLoop, OpenLoop, Reply, Target, Traits, run_load
 from trtllm_dflash.sweep.summary import Round, Spread, summarize
@@ -46,7 +47,7 @@ class OneAtATime(Target):
     """Serves in order, each in 10 ms; at one moment it stalls."""
 
     def __init__(self, stall_at, stall):
-        self.stall_at, self.stall = stall_at, stall
+        self.stall_at, self.stall, self.pause = stall_at, stall, 0.01
         self.lock = asyncio.Lock()
 
     async def check(self, arms, params):
@@ -58,7 +59,7 @@ class OneAtATime(Target):
             if self.stall and loop.time() >= self.stall_at:
                 await asyncio.sleep(self.stall)
                 self.stall = 0
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(self.pause)
         return Reply(times=[loop.time()], tokens=1, tokens_by_response=[1])
 
 
@@ -99,6 +100,53 @@ def test_of_a_fixed_time_only_the_tokens_that_came_in_it_count(says_tokens):
     traffic, _ = measure(FixedServer(says_tokens=says_tokens), ClosedLoop(1), Amount(seconds=1.0 + 1e-6))
     assert len(traffic.records) == 2
     assert traffic.tokens == pytest.approx(41 + (9 if says_tokens else 41 * 3 / 11))
+
+
+class Silent(FixedServer):
+    """Answers its first requests, and later ones never."""
+
+    def __init__(self, answered):
+        super().__init__()
+        self.answered = answered
+
+    async def send(self, request):
+        if len(self.asked) >= self.answered:
+            await asyncio.Event().wait()
+        return await super().send(request)
+
+
+@pytest.mark.parametrize("load", [ClosedLoop(3), OpenLoop(0.01, "constant")], ids=lambda load: type(load).__name__)
+def test_a_server_that_sends_nothing_to_anybody_is_waited_for_so_long(load):
+    async def measured():
+        with pytest.raises(EngineError, match=r"the server has sent nothing for 600 s to . requests? \(--timeout\)"):
+            await run_load(Silent(5), SAMPLES, load, Amount(requests=20), TRAITS, timeout=600)
+        return asyncio.get_running_loop().time()
+
+    # The last reply comes at 1.4 s, or its turn would be at 500 s.
+    assert run_virtually(measured()) == pytest.approx(600 + (1.4 if isinstance(load, ClosedLoop) else 500), abs=0.1)
+
+
+def test_requests_may_wait_longer_for_their_turn_and_a_server_for_requests():
+    queue = run_load(OneAtATime(0, 500), SAMPLES, ClosedLoop(4), Amount(requests=20), TRAITS, timeout=600)
+    assert len(run_virtually(queue).records) == 20
+    one = OneAtATime(0, 0)
+    one.pause = 400
+    turns = run_load(one, SAMPLES, ClosedLoop(4), Amount(requests=8), TRAITS, timeout=600)
+    assert max(record.reply.times[-1] - record.sent for record in run_virtually(turns).records) > 1500
+    rare = run_load(FixedServer(), SAMPLES, OpenLoop(0.001, "constant"), Amount(requests=3), TRAITS, timeout=600)
+    assert len(run_virtually(rare).records) == 3
+
+
+def test_a_reply_that_goes_on_is_no_silence():
+    class Telling(FixedServer):
+        async def send(self, request):
+            for _ in range(10):
+                await asyncio.sleep(400)
+                self._heard = asyncio.get_running_loop().time()
+            return await super().send(request)
+
+    slow = run_load(Telling(), SAMPLES, ClosedLoop(1), Amount(requests=1), TRAITS, timeout=600)
+    assert run_virtually(slow).records[0].reply.tokens == 41
 
 
 def test_arrivals_wait_for_nobody():

@@ -304,3 +304,13 @@ def test_points_of_a_server_that_tells_by_metrics_alone_have_its_acceptance(serv
     assert point["verified_by_position"] == [20, 20]  # not the warm-up's
     assert point["acceptance_by_position"] == pytest.approx([0.7, 0.0])
     assert point["acceptance_from"] == f"vllm: {server.url}/metrics"
+
+
+def test_a_server_that_takes_requests_and_answers_none_ends_the_sweep(server, tmp_path):
+    server.fault = "silent"
+    asked = ("sweep", "--url", server.url, "--concurrency", 2, "--timeout", 0.3, "--output", tmp_path / "sweep")
+    tokenizer = () if server.url.startswith("http") else ("--tokenizer", SHIPPED)
+    line = refusal(*asked, *tokenizer)
+    says = "served, 2 clients: warming up: the server has sent nothing for 0.3 s to 2 requests (--timeout)"
+    assert line == f"error: {says}"
+    assert not list(tmp_path.iterdir())

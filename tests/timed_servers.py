@@ -95,6 +95,8 @@ async def _start_openai(server: TimedServer) -> Any:
         server.served.append(served)
         if server.fault == "refuse" and len(server.served) > server.fault_after:
             return web.json_response({"error": {"message": "the queue is full"}}, status=429)
+        while server.fault == "silent" and request.transport is not None:
+            await asyncio.sleep(0.01)
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
 
@@ -168,6 +170,8 @@ class _Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mi
             served.body = {tensor.name: raw for tensor, raw in pairs}
             served.prompt = served.body["text_input"][4:].decode()  # after its length
             self._server.served.append(served)
+            while self._server.fault == "silent" and not context.cancelled():
+                await asyncio.sleep(0.01)
             if self._server.fault == "refuse":
                 yield service_pb2.ModelStreamInferResponse(error_message="the queue is full")
                 return

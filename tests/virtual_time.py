@@ -38,5 +38,10 @@ def run_virtually(coroutine: Coroutine[Any, Any, _T]) -> _T:
     loop = VirtualLoop()
     try:
         return loop.run_until_complete(coroutine)
-    finally:
+    finally:  # as `asyncio.run` does
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        if left:
+            loop.run_until_complete(asyncio.wait(left))
         loop.close()

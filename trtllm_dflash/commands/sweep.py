@@ -37,6 +37,7 @@ _LATER = "pip install 'trtllm-dflash[sweep]', here or where you run: trtllm-dfla
 @click.option(
     "--api-key-file", type=click.Path(path_type=Path), help=f"Key of every OpenAI API; or {VARIABLE} holds it."
 )
+@click.option("--timeout", type=float, help="Seconds in which a server may send nothing at all.  [default: 600]")
 @click.option("--compare", metavar="plain,draft|NAME=URL,...", help="By turns: with and without, or servers.")
 @click.option("--metrics-url", help="Where drafts are counted; or NAME=URL,...  [default: /metrics of the API]")
 @click.option("--gpus", type=int, help="GPUs of the server, or of each, for tokens/s/GPU.")

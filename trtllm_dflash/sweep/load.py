@@ -6,6 +6,7 @@ should have been sent, not from when the generator or the server got round to it
 
 import asyncio
 import itertools
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -13,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from trtllm_dflash.errors import EngineError
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.sweep.dataset import Dataset, Sample
 from trtllm_dflash.sweep.runtime_metrics import Reading
@@ -75,6 +77,13 @@ class Reply:
 
 class Target(ABC):
     """A server, or an engine in this process, that a sweep measures."""
+
+    _heard: float = -math.inf
+
+    @property
+    def heard(self) -> float:
+        """Time when the server sent something last, on the event loop's clock; before that, and of an engine, -inf."""
+        return self._heard
 
     @abstractmethod
     async def send(self, request: Request) -> Reply:
@@ -217,13 +226,20 @@ async def run_load(
     amount: Amount,
     traits: Traits,
     progress: Progress = lambda done, total: None,
+    timeout: float = math.inf,
 ) -> Traffic:
     """Puts a load on a target until its amount is done and every reply has arrived.
 
     Samples are taken in order from `traits.first_sample` on, and from the first again after the last. A sample of
     several turns is one after the other; a turn is due when the reply before it has come.
+
+    Args:
+        timeout: seconds in which a server may send nothing to any of its requests; one may wait longer for its turn.
+
+    Raises:
+        EngineError: the server has sent nothing for so long.
     """
-    return await _Round(target, dataset, load, amount, traits, progress).run()
+    return await _Round(target, dataset, load, amount, traits, progress).run(timeout)
 
 
 class _Round:
@@ -236,9 +252,31 @@ class _Round:
         self._records: list[Record] = []
         self._done = 0
         self._begin = 0.0
+        self._waiting, self._quiet_since = 0, 0.0  # requests without a whole reply; when there was none, or one came
         self._next = iter(range(amount.requests) if amount.requests is not None else itertools.count())
 
-    async def run(self) -> Traffic:
+    async def run(self, timeout: float) -> Traffic:
+        if timeout == math.inf:
+            return await self._run()
+        work, watch = asyncio.create_task(self._run()), asyncio.create_task(self._watch(timeout))
+        try:
+            await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                await watch
+            return await work
+        finally:
+            work.cancel()
+            watch.cancel()
+
+    async def _watch(self, timeout: float) -> None:
+        while True:
+            quiet = self._loop.time() - max(self._quiet_since, self._target.heard) if self._waiting else 0.0
+            if quiet >= timeout:
+                waiting = f"{self._waiting} request{'s' if self._waiting > 1 else ''}"
+                raise EngineError(f"the server has sent nothing for {timeout:g} s to {waiting} (--timeout)")
+            await asyncio.sleep(timeout - quiet)
+
+    async def _run(self) -> Traffic:
         self._begin = self._loop.time()
         if isinstance(self._load, ClosedLoop):
             count, ramp = self._load.concurrency, self._load.ramp
@@ -290,7 +328,11 @@ class _Round:
         replies: tuple[str, ...] = ()
         for turn in range(max(1, len(sample.turns))):
             sent = self._loop.time()
+            self._quiet_since = self._quiet_since if self._waiting else sent
+            self._waiting += 1
             reply = await self._target.send(Request(sample, replies, params, self._traits.arm))
+            self._waiting -= 1
+            self._quiet_since = self._loop.time()
             self._records.append(Record(index, turn, due - self._begin, sent - self._begin, reply))
             if reply.error is not None:
                 break

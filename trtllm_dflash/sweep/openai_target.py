@@ -41,7 +41,7 @@ class OpenAITarget(Target):
         self._url = url.rstrip("/").removesuffix("/v1") + "/v1"
         self._model = model
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # As many connections as there are clients, and no limit of time: a long queue is a finding, not a fault.
+        # As many connections as there are clients, and no limit of a reply's time: a long queue is a finding, no fault.
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None), headers=headers
         )
@@ -83,12 +83,48 @@ class OpenAITarget(Target):
                 if answer.status != 200 or answer.content_type == "application/json":
                     reply.error = refusal(answer.status, await answer.read())
                     return reply
-                await _read_events(reply, answer)
+                await self._read_events(reply, answer)
         except (aiohttp.ClientError, OSError) as error:
             reply.error = f"{type(error).__name__}: {error}"
         except OTHER_FORM as error:
             reply.error = f"the reply is not of OpenAI's form: {type(error).__name__}: {error}"
         return reply
+
+    async def _read_events(self, reply: Reply, answer: aiohttp.ClientResponse) -> None:
+        loop = asyncio.get_running_loop()
+        usage: dict[str, Any] | None = None
+        details: dict[str, Any] = {}
+        done = False
+        async for line in answer.content:  # each event is one line of data and an empty line
+            now = self._heard = loop.time()
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                done = True
+                continue
+            event = json.loads(data)
+            if event.get("error"):
+                reply.error = error_text(event)
+                return
+            usage = event.get("usage") or usage
+            details = event.get("sglext") or details
+            for choice in event.get("choices") or ():
+                said = choice.get("delta") or {}
+                # A reasoning model's thoughts are tokens like any other.
+                text = said.get("content") or said.get("reasoning_content") or said.get("reasoning") or ""
+                if text:
+                    reply.times.append(now)
+                    reply.text += said.get("content") or ""
+        if not done:
+            reply.error = "the stream ended before [DONE]"
+        elif not reply.times:
+            reply.error = "the reply has no text"
+        elif usage is None or not int(usage.get("completion_tokens") or 0) > 0:
+            reply.error = "the server does not count tokens (stream_options.include_usage)"
+        else:
+            _count(reply, usage)
+            _count_details(reply, details)
 
     def _body(self, request: Request) -> dict[str, Any]:
         params = request.params
@@ -111,43 +147,6 @@ class OpenAITarget(Target):
         if self._seen.server == "sglang":
             body["return_spec_tokens_details"] = True
         return body
-
-
-async def _read_events(reply: Reply, answer: aiohttp.ClientResponse) -> None:
-    loop = asyncio.get_running_loop()
-    usage: dict[str, Any] | None = None
-    details: dict[str, Any] = {}
-    done = False
-    async for line in answer.content:  # each event is one line of data and an empty line
-        now = loop.time()
-        if not line.startswith(b"data:"):
-            continue
-        data = line[5:].strip()
-        if data == b"[DONE]":
-            done = True
-            continue
-        event = json.loads(data)
-        if event.get("error"):
-            reply.error = error_text(event)
-            return
-        usage = event.get("usage") or usage
-        details = event.get("sglext") or details
-        for choice in event.get("choices") or ():
-            said = choice.get("delta") or {}
-            # A reasoning model's thoughts are tokens like any other.
-            text = said.get("content") or said.get("reasoning_content") or said.get("reasoning") or ""
-            if text:
-                reply.times.append(now)
-                reply.text += said.get("content") or ""
-    if not done:
-        reply.error = "the stream ended before [DONE]"
-    elif not reply.times:
-        reply.error = "the reply has no text"
-    elif usage is None or not int(usage.get("completion_tokens") or 0) > 0:
-        reply.error = "the server does not count tokens (stream_options.include_usage)"
-    else:
-        _count(reply, usage)
-        _count_details(reply, details)
 
 
 def _count(reply: Reply, usage: dict[str, Any]) -> None:

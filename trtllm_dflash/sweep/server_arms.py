@@ -21,6 +21,10 @@ class ServerArms(Target):
     def __init__(self, servers: Mapping[Arm, Target]) -> None:
         self._servers = servers
 
+    @property
+    def heard(self) -> float:
+        return max(server.heard for server in self._servers.values())
+
     async def close(self) -> None:
         await asyncio.gather(*(server.close() for server in self._servers.values()))
 

@@ -1,5 +1,6 @@
 """Settings of a sweep: arms, loads, targets, prompts."""
 
+import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +16,7 @@ from trtllm_dflash.session.trees import DraftTreeChoice
 from trtllm_dflash.sweep.load import Amount, Arm, ClosedLoop, Load, OpenLoop
 
 _CONCURRENCY = (1, 2, 4, 8)
+_TIMEOUT = 600.0
 _LEAST_REQUESTS, _REQUESTS_PER_CLIENT = 32, 8
 _ARM = re.compile(r"[A-Za-z0-9][\w.+-]*")
 _SERVER = re.compile(r"https?://[^\s/]+(/\S*)?|(grpc://)?[^\s/=]+:\d+")
@@ -84,6 +86,7 @@ class SweepSettings(BaseModel):
     tokenizer: Path | None = None
     compare: Arms | None = None
     metrics_url: str | None = None
+    timeout: Annotated[float, Field(gt=0, le=1e6)] | None = None
     gpus: PositiveInt | None = None
     label: str | None = None
 
@@ -156,6 +159,11 @@ class SweepSettings(BaseModel):
         )
 
     @property
+    def longest_silence(self) -> float:
+        """Seconds in which a server may send nothing; an engine in this process tells its errors itself."""
+        return math.inf if self.engine or self.shape else self.timeout or _TIMEOUT
+
+    @property
     def searches(self) -> bool:
         """Whether a load is searched for, instead of a grid of loads being measured."""
         return self.slo_tps is not None or self.slo_ttft_ms is not None
@@ -220,6 +228,7 @@ def check_settings(settings: SweepSettings) -> None:
         "model": ("url", "compare"),
         "tokenizer": ("url", "compare"),
         "metrics_url": ("url", "compare"),
+        "timeout": ("url", "compare"),
         "device": ("engine", "shape"),
         "kernels": ("engine", "shape"),
         "draft_length": ("engine", "shape"),

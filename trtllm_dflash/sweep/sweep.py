@@ -11,7 +11,7 @@ from trtllm_dflash.bench.machine import machine, versions
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.sweep.dataset import Dataset
-from trtllm_dflash.sweep.load import Amount, Arm, ClosedLoop, Target, Traits, run_load
+from trtllm_dflash.sweep.load import Amount, Arm, ClosedLoop, Load, Target, Traffic, Traits, run_load
 from trtllm_dflash.sweep.results import FILE, Limit, Results, read_results
 from trtllm_dflash.sweep.runtime_metrics import SETTLE_SECONDS, Reading
 from trtllm_dflash.sweep.settings import SweepSettings
@@ -181,28 +181,14 @@ class Sweep:
             # From the dataset's other end: a prompt that is measured must not find rows that its own warm-up left.
             traits = Traits(settings.params, arm, first_sample=max(0, samples - warmup))
             clients = ClosedLoop(min(warmup, int(load) if not settings.open_loop else 4))
-            await run_load(
-                self._target,
-                self.dataset,
-                clients,
-                Amount(requests=warmup),
-                traits,
-                lambda done, total: self._progress(f"{what}: warming up", done, total),
-            )
+            await self._load(f"{what}: warming up", clients, Amount(requests=warmup), traits)
         before = await self._target.look(arm)
         if before is not None and not before.is_live:  # what the warm-up drafted is in it only later
             await asyncio.sleep(SETTLE_SECONDS)
             before = await self._target.look(arm)
         first = number * (amount.requests or samples // settings.rounds_a_point)
         traits = Traits(settings.params, arm, first_sample=first, seed=settings.seed + number)
-        traffic = await run_load(
-            self._target,
-            self.dataset,
-            settings.load(load),
-            amount,
-            traits,
-            lambda done, total: self._progress(what, done, total),
-        )
+        traffic = await self._load(what, settings.load(load), amount, traits)
         round_ = Round.of(arm, load, number, traffic)
         if not round_.requests.tokens:
             reason = next(iter(round_.errors), "no request was begun in that time (--seconds)")
@@ -212,6 +198,16 @@ class Sweep:
             await self._count(round_, before)
         rounds.append(round_)
         self._write()
+
+    async def _load(self, what: str, load: Load, amount: Amount, traits: Traits) -> Traffic:
+        def progress(done: int, total: int) -> None:
+            self._progress(what, done, total)
+
+        timeout = self.settings.longest_silence
+        try:
+            return await run_load(self._target, self.dataset, load, amount, traits, progress, timeout)
+        except EngineError as error:
+            raise EngineError(f"{what}: {error}") from None
 
     async def _count(self, round_: Round, before: Reading) -> None:
         """Takes what the server has counted since; where replies told acceptance, it may have become silent."""

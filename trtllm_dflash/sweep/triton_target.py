@@ -102,7 +102,7 @@ class TritonTarget(Target):
         try:
             if not await self._grpc.is_model_ready(self._model, client_timeout=10):
                 raise UnavailableError(f"{self._name}: Triton has no model {self._model!r} ready (--model)")
-            about = await self._grpc.get_model_metadata(self._model)
+            about = await self._grpc.get_model_metadata(self._model, client_timeout=10)
         except (InferenceServerException, grpc.aio.AioRpcError) as error:
             reason = str(error).splitlines()[0]
             raise UnavailableError(f"{self._name}: no Triton server answers there: {reason}") from None
@@ -136,10 +136,11 @@ class TritonTarget(Target):
         reason = ""
         try:
             async for result, error in responses:
+                self._heard = loop.time()
                 if error is not None:
                     reply.error = error.message()
                     continue
-                _add(reply, result, loop.time())
+                _add(reply, result, self._heard)
                 reason = reason or _text(result, "finish_reason")
         except grpc.aio.AioRpcError as error:
             reply.error = error.details() or error.code().name
