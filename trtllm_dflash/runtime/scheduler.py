@@ -414,17 +414,17 @@ class Scheduler:
                 self._retire(stay)
             elif stay.rows > stay.enough:
                 self._short.append(stay)
-        counts = list(map(len, committed))
         self._changed += compress(batch.sequences, taken)
         self.statistics.committed_tokens += sum(taken)
-        self.statistics.kv_tokens_in_use += sum(compress(counts, taken))
+        self.statistics.kv_tokens_in_use += sum(map(len, compress(committed, taken)))
         if batch.drafts:
-            self._count_drafts(launched, every, counts, taken)
+            self._count_drafts(launched, every, taken)
 
-    def _count_drafts(self, launched: Launched, drafted: list[int], counts: list[int], taken: list[int]) -> None:
-        """Counts the drafts that a step has verified, by slots' tokens and those of them that replies got."""
+    def _count_drafts(self, launched: Launched, drafted: list[int], taken: list[int]) -> None:
+        """Counts the drafts that a step has verified, by the tokens that replies got."""
         outcome, most = launched.outcome, launched.batch.drafted
-        accepted = [n - (n == count) for n, count in zip(taken, counts, strict=False)]  # as in `Sequence.commit`
+        steps = zip(launched.batch.sequences, taken, strict=False)
+        accepted = [sequence.accepted_per_step[-1] if n else 0 for sequence, n in steps]
         if launched.batch.trees:
             self.statistics.ranks.update(outcome.rank_counts(accepted))
         if not all(taken):
