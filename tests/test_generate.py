@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from tests.checkpoints import make_drafter, make_target
 from tests.conftest import TINY, build_tiny, refusal, run, succeeds
@@ -206,7 +209,7 @@ def test_sampling_depends_on_the_seed_alone(command):
         ([], "give one of --prompt TEXT and --prompts FILE"),
         (["--prompt", "a", "--prompts", "b"], "give one of --prompt TEXT and --prompts FILE"),
         (["--prompts", "/nowhere/prompts.txt"], "--prompts /nowhere/prompts.txt: cannot be read"),
-        (["--prompt", "", "--raw"], "the prompt is empty"),
+        (["--prompt", "", "--raw"], "error: --prompt: the prompt is empty"),
         (["--prompt", "word " * 2100], "the limit is 2047 (build --max-seq-len)"),
         (["--prompt", "a", "--temperature", "-1"], "--temperature -1.0: "),
         (["--prompt", "a", "--temperature", "nan"], "--temperature nan: "),
@@ -247,12 +250,50 @@ def test_a_file_that_holds_no_prompts_is_named_with_the_line(content, says, comm
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(content)
     line = refusal(*command, "--prompts", file)
-    assert line.startswith(f"error: --prompts {file}: ") or "UTF-8" in says
+    assert line.startswith(f"error: --prompts {file}: ")
     assert says in line
+
+
+def test_of_several_prompts_the_wrong_one_is_named(command, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n\n{"prompt": ""}\n{"prompt": "b"}\n')
+    line = refusal(*command, "--prompts", file, "--raw")
+    assert line == f"error: --prompts {file}: prompt 2 of 3: the prompt is empty"
+
+
+def test_an_empty_prompt_is_what_the_template_or_the_tokenizer_begins_with(command, tmp_path):
+    (row,) = rows(succeeds(*command, "--prompt", "", "--json"))
+    assert row["prompt_tokens"] > 0
+    pair = {role: shutil.copytree(TINY / role, tmp_path / role) for role in ("target", "drafter")}
+    tokenizer = Tokenizer.from_file(str(pair["target"] / "tokenizer.json"))
+    begin = tokenizer.id_to_token(0)
+    tokenizer.post_processor = TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 0)])
+    tokenizer.save(str(pair["target"] / "tokenizer.json"))
+    engine = tmp_path / "engine"
+    flags = ("--max-batch", 2, "--max-seq-len", 64, "--precision", "fp32", "--output", engine)
+    succeeds("build", "--target", pair["target"], "--drafter", pair["drafter"], *flags)
+    asked = (
+        "generate",
+        "--engine",
+        engine,
+        "--device",
+        "cpu",
+        "--prompt",
+        "",
+        "--raw",
+        "--max-tokens",
+        8,
+        "--ignore-eos",
+    )
+    drafted, plain = (rows(succeeds(*asked, "--max-tokens", 8, "--json", *more))[0] for more in ((), ("--no-draft",)))
+    assert (drafted["prompt_tokens"], len(drafted["token_ids"])) == (1, 8)
+    assert drafted["token_ids"] == plain["token_ids"]
 
 
 def test_standard_input_that_is_no_text_is_refused(command):
     assert "--prompt -" in refusal(*command, "--prompt", "-", stdin=b"\x89PNG\xff\x00")
+    for nothing in "", " \n":
+        assert refusal(*command, "--prompt", "-", stdin=nothing) == "error: --prompt -: standard input holds no prompt"
 
 
 @pytest.mark.slow

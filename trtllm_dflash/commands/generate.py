@@ -9,7 +9,7 @@ import click
 
 from trtllm_dflash.commands.draft_tree_option import draft_tree_option
 from trtllm_dflash.commands.kernels_option import kernels_option
-from trtllm_dflash.commands.prompts import read_prompts
+from trtllm_dflash.commands.prompts import check_prompts, read_prompts
 from trtllm_dflash.commands.settings import given, validated
 from trtllm_dflash.commands.terminal import progress_bar
 from trtllm_dflash.errors import SettingsError
@@ -82,6 +82,7 @@ def generate(
             llm.session.follow()
             return
         asked = [_as_chat(text, system) if chat else text for text in texts]
+        check_prompts(llm.encode, asked, prompts)
         if prompt is not None and not as_json:
             _stream(llm, asked[0], params, not no_draft)
             return

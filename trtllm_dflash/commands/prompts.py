@@ -2,9 +2,11 @@
 
 import json
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.errors import RequestError, SettingsError
 
 
 def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
@@ -36,9 +38,30 @@ def _read_standard_input() -> str:
     if sys.stdin is None:
         raise SettingsError("--prompt -: standard input is closed")
     try:
-        return sys.stdin.read()
+        text = sys.stdin.read()
     except UnicodeDecodeError as error:
         raise SettingsError(f"--prompt -: standard input is not text: {error}") from None
+    if not text.strip():  # of a pipe whose other end has failed, say
+        raise SettingsError("--prompt -: standard input holds no prompt")
+    return text
+
+
+def check_prompts(encode: Callable[[Any], object], prompts: Sequence[object], file: Path | None) -> None:
+    """Check that an engine takes all prompts, before it replies to any.
+
+    Args:
+        encode: the engine's, of a prompt.
+        file: where they are from; None: the command line.
+
+    Raises:
+        SettingsError: it does not take one; names the flag, and which of a file's it is.
+    """
+    for number, prompt in enumerate(prompts, start=1):
+        try:
+            encode(prompt)
+        except RequestError as error:
+            place = "--prompt" if file is None else f"--prompts {file}: prompt {number} of {len(prompts)}"
+            raise SettingsError(f"{place}: {error.reason}") from None
 
 
 def _read_prompt_line(file: Path, number: int, line: str) -> str:
