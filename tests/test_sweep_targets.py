@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import socket
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from statistics import median, median_low
@@ -238,6 +239,18 @@ def test_a_server_of_something_else_is_told_from_one_of_openais_api(tmp_path):
 @pytest.mark.parametrize("url", ["127.0.0.1:9", "http://127.0.0.1:9"])
 def test_no_server_is_one_line(url, tmp_path):
     assert "127.0.0.1:9" in refusal("sweep", "--url", url, "--output", tmp_path / "out")
+
+
+@pytest.mark.parametrize("scheme", ["", "http://"], ids=["triton", "openai"])
+def test_a_port_that_takes_connections_and_says_nothing_is_one_line(scheme, tmp_path, monkeypatch):
+    for module in ("openai_target", "triton_target"):
+        monkeypatch.setattr(f"trtllm_dflash.sweep.{module}.CHECK_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"{scheme}127.0.0.1:{silent.getsockname()[1]}"
+        said = refusal("sweep", "--url", url, "--output", tmp_path / "out")
+    assert f"--url {url}: no " in said
+    assert said.endswith("nothing came in 0.5 s")
+    assert not list(tmp_path.iterdir())
 
 
 # -- servers' metrics ------------------------------------------------------------------------------------------------

@@ -22,6 +22,9 @@ from trtllm_dflash.sweep.runtime_metrics import Reading
 #: "served", or "plain" and "draft" of one server; or a name of each of several servers.
 Arm = str
 
+#: Seconds that a server has to say what it serves.
+CHECK_SECONDS = 10.0
+
 #: Told how many samples are done, and of how many; or how many seconds, of how many.
 Progress = Callable[[int, int], None]
 

@@ -9,7 +9,7 @@ import aiohttp
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.serving.client import UnavailableError
-from trtllm_dflash.sweep.load import Arm, Reply, Request, Target
+from trtllm_dflash.sweep.load import CHECK_SECONDS, Arm, Reply, Request, Target
 from trtllm_dflash.sweep.openai_errors import OTHER_FORM, error_text, refusal
 from trtllm_dflash.sweep.runtime_metrics import Reading, drafts_of_reply, find_metrics, read_metrics
 
@@ -51,10 +51,13 @@ class OpenAITarget(Target):
 
     async def check(self, arms: tuple[Arm, ...], params: SamplingParams) -> None:
         try:
-            async with self._http.get(f"{self._url}/models", timeout=aiohttp.ClientTimeout(total=10)) as answer:
+            async with self._http.get(
+                f"{self._url}/models", timeout=aiohttp.ClientTimeout(total=CHECK_SECONDS)
+            ) as answer:
                 status, body = answer.status, await answer.read()
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            raise UnavailableError(f"{self._name}: no OpenAI API answers there: {error or 'timeout'}") from None
+            reason = str(error) or f"nothing came in {CHECK_SECONDS:g} s"
+            raise UnavailableError(f"{self._name}: no OpenAI API answers there: {reason}") from None
         if status == 404:  # Triton's HTTP, say, whose gRPC is what is swept
             said = f"{self._name}: no OpenAI API answers there: {refusal(status, body)}"
             raise UnavailableError(f"{said}; Triton is given by its gRPC, as HOST:PORT")

@@ -16,7 +16,7 @@ from trtllm_dflash.errors import RequestError, SettingsError
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.serving.client import UnavailableError
 from trtllm_dflash.sweep.dataset import Message
-from trtllm_dflash.sweep.load import Arm, Reply, Request, Target
+from trtllm_dflash.sweep.load import CHECK_SECONDS, Arm, Reply, Request, Target
 from trtllm_dflash.sweep.runtime_metrics import Reading, find_metrics
 from trtllm_dflash.text.tokenizer import TextCodec
 
@@ -100,11 +100,12 @@ class TritonTarget(Target):
 
     async def check(self, arms: tuple[Arm, ...], params: SamplingParams) -> None:
         try:
-            if not await self._grpc.is_model_ready(self._model, client_timeout=10):
+            if not await self._grpc.is_model_ready(self._model, client_timeout=CHECK_SECONDS):
                 raise UnavailableError(f"{self._name}: Triton has no model {self._model!r} ready (--model)")
-            about = await self._grpc.get_model_metadata(self._model, client_timeout=10)
+            about = await self._grpc.get_model_metadata(self._model, client_timeout=CHECK_SECONDS)
         except (InferenceServerException, grpc.aio.AioRpcError) as error:
-            reason = str(error).splitlines()[0]
+            is_late = "DEADLINE_EXCEEDED" in str(error)
+            reason = f"nothing came in {CHECK_SECONDS:g} s" if is_late else str(error).splitlines()[0]
             raise UnavailableError(f"{self._name}: no Triton server answers there: {reason}") from None
         self._known = frozenset(tensor.name for tensor in (*about.inputs, *about.outputs))
         if "text_input" not in self._known:
