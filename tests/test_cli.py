@@ -49,6 +49,14 @@ def test_version(flag):
     assert succeeds(flag).split()[-1] == __version__
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("flag", ["--version", "--help"])
+def test_a_full_disk_is_one_line_for_help_and_version_too(flag):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*PYTHON, flag], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
+
+
 def test_the_module_runs_as_a_program_and_does_not_wait_for_torch():
     script = (
         "import runpy, sys\n"

@@ -4,6 +4,8 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Any, NoReturn
 
@@ -36,11 +38,20 @@ _YOUNG_OBJECTS = 10_000
 class _Commands(click.Group):
     """Prints the package's own errors, and the system's, as one line, and ends an interrupted command with 130."""
 
+    def make_context(self, *arguments: Any, **extra: Any) -> click.Context:
+        with self._told():  # `--help` and `--version` are written here
+            return super().make_context(*arguments, **extra)
+
     def invoke(self, ctx: click.Context) -> Any:
         # A polite kill unwinds as an error does: what is half-written goes, and the ranks are let go.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        try:
+        with self._told():
             return super().invoke(ctx)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
         except DFlashError as error:
             from trtllm_dflash.session.launcher import launched_rank
 
