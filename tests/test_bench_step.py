@@ -319,6 +319,14 @@ def test_what_cannot_be_timed_is_refused(arguments, words, monkeypatch):
     assert words in refusal("bench", "step", *arguments)
 
 
+@pytest.mark.parametrize("flag", ["--json", "--plot"])
+def test_a_file_that_may_not_be_written_is_refused_before_steps_are_timed(flag, monkeypatch, tmp_path):
+    monkeypatch.setattr("trtllm_dflash.bench.step.World", lambda tp: pytest.fail("refused too late"))
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)  # as root, who may write anywhere, sees none
+    line = refusal("bench", "step", *QUICK, flag, tmp_path / "step.png")
+    assert line == f"error: {flag} {tmp_path / 'step.png'}: cannot be written (Permission denied)"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_cuda_without_a_gpu_is_refused():
     assert "--device cuda" in refusal("bench", "step", *QUICK, "--device", "cuda")

@@ -1,5 +1,6 @@
 """The folder at `--output`: its errors, and whose it is."""
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
@@ -20,6 +21,18 @@ def writing(folder: Path, flag: str = "--output") -> Iterator[None]:
         yield
     except OSError as error:
         raise SettingsError(f"{flag} {folder}: cannot be written ({error.strerror or error})") from None
+
+
+def check_writable(file: Path, flag: str) -> None:
+    """Checks, before what takes long, that a file may be written or made.
+
+    Raises:
+        SettingsError: its folder is missing, or it may not be.
+    """
+    if not file.absolute().parent.is_dir():
+        raise SettingsError(f"{flag} {file}: there is no folder {file.parent}")
+    if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise SettingsError(f"{flag} {file}: cannot be written ({os.strerror(errno.EACCES)})")
 
 
 @contextmanager

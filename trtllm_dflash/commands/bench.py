@@ -11,7 +11,7 @@ from trtllm_dflash.commands.draft_tree_option import draft_tree_option
 from trtllm_dflash.commands.kernels_option import kernels_option
 from trtllm_dflash.commands.settings import given, validated
 from trtllm_dflash.commands.terminal import command_line, progress_bar, show
-from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.output import check_writable, writing
 
 if TYPE_CHECKING:
     from trtllm_dflash.bench.step import StepReport
@@ -55,8 +55,8 @@ def bench_step(json_file: Path | None, plot: Path | None, **flags: Any) -> None:
 
     settings = validated(StepBenchSettings, given(flags))
     for flag, file in {"--json": json_file, "--plot": plot}.items():
-        if file is not None and not file.absolute().parent.is_dir():
-            raise SettingsError(f"{flag} {file}: there is no folder {file.parent}")
+        if file is not None:
+            check_writable(file, flag)
     if plot is not None:
         check_plot(plot)
     tp = ranks_of(settings)
@@ -75,7 +75,8 @@ def bench_step(json_file: Path | None, plot: Path | None, **flags: Any) -> None:
                 if json_file is not None:
                     _write_json(json_file, {"command": command_line(), **steps.report.as_json()})
         if plot is not None:
-            plot_steps(steps.report, plot)
+            with writing(plot, "--plot"):
+                plot_steps(steps.report, plot)
 
 
 def _show_steps(report: "StepReport") -> None:
@@ -85,7 +86,5 @@ def _show_steps(report: "StepReport") -> None:
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:
-    try:
+    with writing(file, "--json"):
         file.write_text(json.dumps(value, indent=2) + "\n")
-    except OSError as error:
-        raise SettingsError(f"{file}: cannot be written ({error.strerror})") from None
