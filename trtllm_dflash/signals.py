@@ -5,7 +5,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
@@ -28,20 +28,22 @@ def leave() -> None:
 
 @contextmanager
 def leaving_on_interrupt() -> Iterator[None]:
-    """Lets Ctrl-C end the process at once: where nothing is begun yet, and an exception might not get through."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+    """Lets Ctrl-C, or SIGTERM that a command hears, end the process at once.
+
+    For where nothing is begun yet, and an exception might not get through.
+    """
+    with ExitStack() as stack:
+        if threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, lambda *_: leave()))
+            if callable(signal.getsignal(signal.SIGTERM)):
+                before = signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
+                stack.callback(signal.signal, signal.SIGTERM, before)
         yield
-        return
-    signal.signal(signal.SIGINT, lambda *_: leave())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 class GuardedImport:
-    """A finder for `sys.meta_path` that lets Ctrl-C end the process at once while a package is imported.
+    """A finder for `sys.meta_path` that lets Ctrl-C and SIGTERM end the process at once while a package is imported.
 
     Torch's takes a second or more, and parts of it clear whatever exception they meet: the command went on.
     """
