@@ -11,6 +11,7 @@ from trtllm_dflash.runtime.request import SamplingParams, TokenLogprobs
 from trtllm_dflash.serving.client import Piece, TokenRequest
 from trtllm_dflash.serving.openai import replies
 from trtllm_dflash.serving.openai.jobs import Choice
+from trtllm_dflash.serving.openai.logprobs import Scored
 from trtllm_dflash.text.reply.parts import PlainParser
 from trtllm_dflash.text.token_text import TokenTexts
 
@@ -27,7 +28,7 @@ def api(server):
 
 @pytest.fixture(scope="module")
 def texts(tiny):
-    return TokenTexts(tiny.codec.backend)
+    return TokenTexts(tiny.codec.backend, tiny.codec.hidden_ids)
 
 
 def close(values):
@@ -179,6 +180,34 @@ def test_an_echo_has_the_prompts_tokens_and_each_its_own_among_the_likely(tiny, 
     assert found["token_logprobs"] == [None] + [-2.0] * size
     assert found["top_logprobs"] == [None] + [{other: -0.5, token: -2.0} for token in tokens[1:]]
     assert [each and list(each) for each in body["prompt_logprobs"]] == [None] + [[5, token] for token in prompt[1:]]
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_offsets_are_into_the_text_that_is_returned(tiny, texts, written):
+    """Hidden tokens are no text, but where a prompt that is a text has their names in it."""
+    end, name = tiny.config.stop_token_ids[0], texts.text(tiny.config.stop_token_ids[0])
+    prompt = tiny.codec.encode_words(f"Once{name} upon")
+    echo = f"Once{name} upon" if written else tiny.codec.decode(prompt)
+    new = [end, *tiny.codec.encode_words(" a cat"), end, *tiny.codec.encode_words(" sat")]
+    its = TokenLogprobs(-2.0, [])
+    scored = [Scored(token, its) for token in new]
+    form = replies.CompletionForm("tiny", False, texts=texts)
+    reply = replies.Reply(content=" a cat sat", prompt=echo, scored=scored)
+    reply.scored_prompt = [Scored(token, its) for token in prompt]
+    (choice,) = form.whole([reply], replies.Usage(len(prompt)))["choices"]
+    found = choice["logprobs"]
+    places = dict(enumerate(found["text_offset"])).items()
+    shown = [place for place, _ in places if [*prompt, *new][place] != end]
+    assert len(shown) < len(places)
+    assert "".join(found["tokens"][place] for place in shown) == choice["text"].replace(name, "")
+    for place, start in places:
+        token = found["tokens"][place]
+        assert choice["text"].startswith(token, start) == (place in shown or (written and place < len(prompt)))
+    assert found["text_offset"][len(prompt)] == len(echo)
+    streamed = replies.CompletionForm("tiny", False, texts=texts)
+    events = [streamed.added(0, replies.Added([], scored[at : at + 1])) for at in range(len(scored))]
+    offsets = [json.loads(event[len(b"data: ") :])["choices"][0]["logprobs"]["text_offset"] for event in events]
+    assert [at for part in offsets for at in part] == [at - len(echo) for at in found["text_offset"][len(prompt) :]]
 
 
 def test_what_the_engine_refuses_bears_openais_name(tiny_engine):

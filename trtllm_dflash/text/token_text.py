@@ -8,10 +8,15 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # how vocabularies of characters write
 
 
 class TokenTexts:
-    """The bytes and the text of each token of a vocabulary."""
+    """The bytes and the text of each token of a vocabulary.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    Args:
+        hidden: tokens that are not shown in texts.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
+        self._hidden = hidden
         self._added = {token: its.content for token, its in tokenizer.get_added_tokens_decoder().items()}
         self._bytes = bytes_of_characters() if "ByteLevel" in repr(tokenizer.decoder) else None
 
@@ -28,6 +33,10 @@ class TokenTexts:
             )
         found = _BYTE.fullmatch(written)
         return bytes([int(found[1], 16)]) if found else written.replace("▁", " ").encode()
+
+    def hidden(self, token: int) -> str | None:
+        """Returns the name of a token that texts do not show; None of one that they do."""
+        return self._added[token] if token in self._hidden else None
 
     def text(self, token: int) -> str:
         """Returns a token's text; what is no whole character in it is replaced."""

@@ -70,7 +70,8 @@ class TextCodec:
         shown = {token for token, content in special.items() if content in markers_of(self.chat_format)}
         #: Special tokens that mark the parts of a reply, by their text: what is written in them is text here.
         self.marker_ids = {special[token]: token for token in shown}
-        self._hidden = frozenset(special) - shown  # tokens that are no text
+        #: Special tokens that are no text.
+        self.hidden_ids = frozenset(special) - shown
 
     @classmethod
     def load(cls, folder: Path, chat_arguments: dict[str, Any]) -> "TextCodec | None":
@@ -204,7 +205,7 @@ class TextCodec:
 
     def text(self, stop: tuple[str, ...] = ()) -> TextStream:
         """Starts a text that grows as tokens arrive, without special tokens but for those that mark a reply's parts."""
-        return TextStream(self.backend, stop, self._hidden)
+        return TextStream(self.backend, stop, self.hidden_ids)
 
     def parser(self, prompt_ids: Sequence[int], schemas: Mapping[str, Mapping[str, Any]] | None) -> Parser:
         """Starts taking a reply apart.
@@ -256,7 +257,7 @@ class TextCodec:
 
     def decode(self, ids: list[int]) -> str:
         """Decodes token ids, without special tokens but for those that mark a reply's parts."""
-        return str(self._tokenizer.decode([token for token in ids if token not in self._hidden]))
+        return str(self._tokenizer.decode([token for token in ids if token not in self.hidden_ids]))
 
 
 def check_tokenizer(folder: Path, vocabulary: int) -> None:

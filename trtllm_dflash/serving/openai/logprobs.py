@@ -39,19 +39,39 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._offset = 0  # characters before the next token
 
-    def body(self, scored: Sequence[Scored]) -> dict[str, object]:
-        """Makes them of the next tokens."""
-        text, offsets = self._texts.text, []
-        for one in scored:
-            offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(self._texts.raw(one.token)))
-        top = [self._top(one) for one in scored]
+    def body(
+        self, scored: Sequence[Scored], prompt: Sequence[Scored] = (), echo: str | None = None
+    ) -> dict[str, object]:
+        """Makes them of the reply's next tokens, behind those of a prompt whose text it repeats."""
+        offsets = self._offsets(prompt, echo or "")
+        if echo is not None:  # the reply begins behind it, whatever the prompt's tokens stand for
+            self._decoder.reset()
+            self._offset = len(echo)
+        offsets += self._offsets(scored, "")
+        every = [*prompt, *scored]
+        top = [self._top(one) for one in every]
         return {
-            "tokens": [text(one.token) for one in scored],
-            "token_logprobs": [one.its and one.its.logprob for one in scored],
+            "tokens": [self._texts.text(one.token) for one in every],
+            "token_logprobs": [one.its and one.its.logprob for one in every],
             "top_logprobs": top if any(top) else None,
             "text_offset": offsets,
         }
+
+    def _offsets(self, scored: Sequence[Scored], text: str) -> list[int]:
+        """Counts the characters before each token.
+
+        Args:
+            text: of the prompt, which may have the name of a hidden token where it was written there.
+        """
+        offsets = []
+        for one in scored:
+            offsets.append(self._offset)
+            name = self._texts.hidden(one.token)
+            if name is None:
+                self._offset += len(self._decoder.decode(self._texts.raw(one.token)))
+            elif text.startswith(name, self._offset):
+                self._offset += len(name)
+        return offsets
 
     def _top(self, one: Scored) -> dict[str, float] | None:
         """Lists the most likely tokens, and the chosen one behind them where it is none of these, as OpenAI does."""

@@ -89,7 +89,7 @@ class Preparation:
         self._intake = intake
         self._name = name
         self._timeout = timeout
-        self._texts = TokenTexts(codec.backend)
+        self._texts = TokenTexts(codec.backend, codec.hidden_ids)
         self._end_ids = frozenset(config.stop_token_ids)
 
     def check_name(self, name: str) -> None:

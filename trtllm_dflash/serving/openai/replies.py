@@ -4,7 +4,7 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 
 from trtllm_dflash.serving.client import Piece
@@ -181,8 +181,8 @@ class CompletionForm(Form):
         choices = []
         for index, reply in enumerate(replies):
             said = {"message": _message(reply)} if self._chat else {"text": (reply.prompt or "") + reply.content}
-            scored = reply.scored if reply.prompt is None else [*reply.scored_prompt, *reply.scored]
-            logprobs = self._logprobs_of(index, scored)
+            prompt = [] if reply.prompt is None else reply.scored_prompt
+            logprobs = self._logprobs_of(index, reply.scored, prompt, reply.prompt)
             choice: dict[str, object] = {"index": index, **said, "logprobs": logprobs, "finish_reason": reply.reason}
             if self._prompts and self._tokens is not None:
                 choice["prompt_logprobs"] = of_prompt(reply.scored_prompt, self._tokens)
@@ -205,12 +205,14 @@ class CompletionForm(Form):
         events.append(self._chunk(index, said, logprobs=self._logprobs_of(index, added.scored)))
         return b"".join(events + [self._part(index, part) for part in rest[1:]])
 
-    def _logprobs_of(self, index: int, scored: list[Scored]) -> dict[str, object] | None:
-        if self._tokens is None or not scored:
+    def _logprobs_of(
+        self, index: int, scored: list[Scored], prompt: Sequence[Scored] = (), echo: str | None = None
+    ) -> dict[str, object] | None:
+        if self._tokens is None or not (scored or prompt):
             return None
         if self._chat:
             return of_chat(scored, self._tokens)
-        return self._logprobs.setdefault(index, CompletionLogprobs(self._tokens)).body(scored)
+        return self._logprobs.setdefault(index, CompletionLogprobs(self._tokens)).body(scored, prompt, echo)
 
     def ending(self, index: int, reason: str) -> bytes:
         return self._chunk(index, {"delta": {}} if self._chat else {"text": ""}, reason)
