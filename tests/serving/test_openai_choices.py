@@ -77,6 +77,24 @@ def test_a_completion_repeats_its_prompt_with_log_probabilities(api, tiny):
     assert [each and next(iter(each.values()))["logprob"] for each in prompts[1:]] == close(prompt[1:])
 
 
+@pytest.mark.parametrize("prompt", [PROMPT, [5, 6, 7], [1]])
+def test_a_prompt_is_scored_without_a_reply(api, tiny, prompt):
+    """As evaluations ask for it: `echo` with `max_tokens: 0`."""
+    (expected,) = tiny.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=2))
+    ids = tiny.encode(prompt)
+    text = prompt if isinstance(prompt, str) else tiny.codec.decode(prompt)
+    reply = api.completions.create(model="tiny", prompt=prompt, max_tokens=0, echo=True, logprobs=2)
+    (choice,) = reply.choices
+    assert (choice.text, choice.finish_reason) == (text, "length")
+    assert choice.logprobs.token_logprobs[0] is None and len(choice.logprobs.tokens) == len(ids)
+    assert choice.logprobs.token_logprobs[1:] == close([its.logprob for its in expected.prompt_logprobs[1:]])
+    usage, drafts = reply.usage, reply.usage.completion_tokens_details
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (len(ids), 0, len(ids))
+    assert (drafts.accepted_prediction_tokens, drafts.rejected_prediction_tokens) == (0, 0)
+    bare = api.completions.create(model="tiny", prompt=[prompt, prompt], max_tokens=0, echo=True).choices
+    assert [(one.text, one.logprobs, one.finish_reason) for one in bare] == [(text, None, "length")] * 2
+
+
 def test_the_best_of_several_are_the_likeliest(api, tiny):
     sampled = dict(max_tokens=8, temperature=1.0)
     several = [tiny.generate([PROMPT], SamplingParams(**sampled, seed=s, logprobs=0))[0] for s in range(7, 12)]
@@ -254,6 +272,9 @@ def test_what_the_engine_refuses_bears_openais_name(tiny_engine):
         ("plain", "logprobs", {"logprobs": 21}),
         ("plain", "logprobs", {"logprobs": True}),
         ("plain", "echo", {"echo": True, "stream": True}),
+        ("plain", "max_tokens", {"max_tokens": 0}),
+        ("plain", "max_tokens", {"max_tokens": -1, "echo": True}),
+        ("plain", "min_tokens", {"max_tokens": 0, "echo": True, "min_tokens": 1}),
         ("plain", "best_of", {"best_of": 2, "n": 3}),
         ("plain", "best_of", {"best_of": 3, "stream": True}),
         ("plain", "best_of", {"best_of": 129}),

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trtllm_dflash.serving.client import Piece, TokenRequest, TritonClient
 from trtllm_dflash.serving.openai.errors import ApiError, as_api_error
@@ -25,6 +25,7 @@ class Choice:
         counts_prompt: False where another choice has the same prompt, and counts it.
         end_ids: tokens that end replies and are no part of them.
         echo: the prompt's text, where the reply repeats it.
+        only_prompt: the reply is no more than that; what the engine has to generate is left out.
         only_calls: it is held to calls of tools: what is cut off before one has begun is not content.
 
     Attributes:
@@ -43,6 +44,7 @@ class Choice:
         end_ids: frozenset[int] = frozenset(),
         echo: str | None = None,
         only_calls: bool = False,
+        only_prompt: bool = False,
     ) -> None:
         self.request = request
         self.index = index
@@ -54,10 +56,13 @@ class Choice:
         self._end_ids = end_ids
         self._echo = echo
         self._only_calls = only_calls
+        self._only_prompt = only_prompt
         self._scored_prompt: list[Scored] = []
 
     def read(self, piece: Piece) -> Added:
         """Adds a piece; returns what it adds to the reply."""
+        if self._only_prompt:
+            piece = _without_reply(piece)
         self.usage.count(piece)
         parts = self._parser.read(piece.text, piece.token_ids)
         if piece.finish_reason:
@@ -205,6 +210,13 @@ async def _merged(streams: list[_Stream]) -> _Stream:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _without_reply(piece: Piece) -> Piece:
+    """Leaves out of a piece what the engine generated."""
+    return replace(
+        piece, text="", tokens=0, token_ids=[], logprobs=[], finish_reason="length" if piece.finish_reason else ""
+    )
 
 
 def _likelihood(reply: Reply) -> float:

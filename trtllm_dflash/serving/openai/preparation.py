@@ -101,7 +101,7 @@ class Preparation:
         """Makes a job of a body of /v1/completions."""
         asked = parse(CompletionRequest, body)
         self.check_name(asked.model)
-        limit = asked.max_tokens or _COMPLETION_TOKENS
+        limit = _COMPLETION_TOKENS if asked.max_tokens is None else max(1, asked.max_tokens)  # the engine makes one
         more = _choice_values(asked, asked.logprobs)
         best = None if asked.replies == asked.n else (asked.replies, asked.n)
         if best is not None and asked.logprobs is None:
@@ -121,6 +121,7 @@ class Preparation:
                     index=len(choices),
                     end_ids=self._end_ids,
                     echo=echo,
+                    only_prompt=asked.max_tokens == 0,
                 )
                 choices.append(choice)
         form = self._form(asked, False, asked.logprobs is not None)

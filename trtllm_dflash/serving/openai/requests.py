@@ -205,11 +205,13 @@ class CompletionRequest(CommonRequest):
     """The body of /v1/completions. Each prompt has choices of its own.
 
     Attributes:
+        max_tokens: 0, with `echo`, returns the prompt alone.
         best_of: replies to each prompt, of which the `n` likeliest are choices; None: `n`.
         echo: the reply repeats the prompt, with its log-probabilities where they are asked for.
     """
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompt_list)]
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     echo: bool = False
     logprobs: Annotated[Logprobs | None, BeforeValidator(_count)] = None
@@ -226,6 +228,10 @@ class CompletionRequest(CommonRequest):
         if self.replies * len(self.prompt) > MOST_CHOICES:
             message = f"n: {self.replies} of {len(self.prompt)} prompts are more than {MOST_CHOICES} choices"
             raise ApiError(400, message, "n")
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens: 0 only with echo: true, which returns the prompt", "max_tokens")
+        if self.max_tokens == 0 and self.min_tokens:
+            raise ApiError(400, f"min_tokens: {self.min_tokens} is more than max_tokens 0", "min_tokens")
         if self.echo and self.stream:
             raise ApiError(400, "echo: only without stream", "echo")
         if self.replies > 1 and (self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)):
