@@ -15,7 +15,7 @@ from trtllm_dflash import LLM, SamplingParams, Structured
 from trtllm_dflash.build.builder import build
 from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.engine.directory import read_config
-from trtllm_dflash.errors import EngineError, RequestError
+from trtllm_dflash.errors import EngineError, LongPromptError, RequestError
 from trtllm_dflash.runtime.intake import Intake
 from trtllm_dflash.serving.client import Piece, TokenRequest
 from trtllm_dflash.text.grammar import Grammars
@@ -292,6 +292,15 @@ def test_llm_speaks_harmony_in_conversations_and_not_in_raw_prompts(engine, code
     chat, raw = llm.generate([CONVERSATION, codec.encode_chat(CONVERSATION)], params)
     assert chat.token_ids == raw.token_ids
     assert raw.text == codec.decode(raw.token_ids)
+
+
+def test_a_long_conversation_is_not_even_counted(engine, codec):
+    """The library takes time with the square of a word's length; a raw prompt is not its business."""
+    intake = Intake(read_config(engine), codec)
+    assert intake.encode_unserved(CONVERSATION) == codec.encode_chat(CONVERSATION)
+    with pytest.raises(LongPromptError, match="more than 255 tokens; the limit is 255"):
+        intake.encode_unserved([{"role": "user", "content": "a" * 4_000_000}])
+    assert len(intake.encode_unserved("a" * 1000)) == 1000
 
 
 FORMS = {

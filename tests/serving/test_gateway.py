@@ -437,21 +437,25 @@ def test_texts_and_conversations_are_tokenized_and_back(alone, tiny):
         return Reply(alone, path, json.dumps(body), Authorization="Bearer sesame").json()
 
     ids = tiny.encode("A fox. 🦊")
-    assert post("/tokenize", prompt="A fox. 🦊") == {"count": len(ids), "max_model_len": 2048, "tokens": ids}
+    listed = {"count": len(ids), "max_model_len": 2048, "tokens": ids, "token_strs": None}
+    assert post("/tokenize", prompt="A fox. 🦊") == listed
+    names = [tiny.codec.backend.id_to_token(token) for token in ids]
+    assert post("/tokenize", prompt="A fox. 🦊", return_token_strs=True) == {**listed, "token_strs": names}
     words = post("/tokenize", model="tiny", prompt="A fox.", add_special_tokens=False)["tokens"]
     assert words == tiny.codec.encode_words("A fox.")
     chat = post("/tokenize", messages=SUM)["tokens"]
     assert chat == tiny.encode(SUM)
     assert post("/detokenize", tokens=chat)["prompt"] == tiny.codec.chat_text(SUM)
-    assert post("/tokenize", prompt="") == {"count": 0, "max_model_len": 2048, "tokens": []}
+    nothing = {"count": 0, "max_model_len": 2048, "tokens": [], "token_strs": None}
+    assert post("/tokenize", prompt="") == nothing
+    assert post("/tokenize", prompt="", return_token_strs=True) == {**nothing, "token_strs": []}
     assert post("/detokenize", tokens=[]) == {"prompt": ""}
     for path, param, body in (
         ("/tokenize", "prompt", {}),
         ("/tokenize", "prompt", {"prompt": "a", "messages": SUM}),
-        ("/tokenize", "prompt", {"prompt": "a " * 5000}),
-        ("/tokenize", "prompt", {"prompt": "a " * 5000, "add_special_tokens": False}),
         ("/tokenize", "model", {"prompt": "a", "model": "b"}),
         ("/detokenize", "tokens", {"tokens": [9999]}),
+        ("/detokenize", "tokens", {"tokens": [5] * 2049}),
         ("/detokenize", "tokens.0", {"tokens": ["a"]}),
     ):
         assert post(path, **body)["error"]["param"] == param
@@ -459,6 +463,22 @@ def test_texts_and_conversations_are_tokenized_and_back(alone, tiny):
         assert Reply(alone, path, "{}").status == 401
         assert Reply(alone, path, b" " * 100_001, Authorization="Bearer sesame").status == 413
     assert Reply(alone, "/version").status == 401
+
+
+def test_what_no_engine_would_fit_is_tokenized(alone, tiny):
+    """As vLLM does: to count is to ask how much too long it is."""
+    text = "A fox. " * 10_000
+    long = [{"role": "user", "content": text}]
+    for body, ids in (
+        ({"prompt": text}, tiny.codec.encode(text)),
+        ({"prompt": text, "add_special_tokens": False, "return_token_strs": True}, tiny.codec.encode_words(text)),
+        ({"messages": long}, tiny.codec.encode_chat(long)),
+    ):
+        reply = Reply(alone, "/tokenize", json.dumps(body), Authorization="Bearer sesame")
+        found = reply.json()
+        assert (reply.status, reply.headers["Content-Type"]) == (200, "application/json")
+        assert found["tokens"] == ids and found["count"] == len(ids) > 10 * found["max_model_len"]
+        assert len(found["token_strs"] or ids) == len(ids)
 
 
 def test_a_prompt_that_is_too_long_is_refused(alone, tiny_engine):
@@ -630,7 +650,8 @@ def test_a_triton_that_comes_back_is_served_again(tiny_engine):
                 assert client(url).completions.create(model="tiny", prompt="a").choices[0].text == "ok"
 
 
-def test_a_long_prompt_does_not_hold_up_streams(tiny_engine, monkeypatch):
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_a_long_prompt_does_not_hold_up_streams(tiny_engine, monkeypatch, path):
     """While bodies of megabytes are parsed and tokenized, another reply's pieces come as they are asked for."""
     monkeypatch.setattr(TextCodec, "_check_length", lambda *_: None)  # else it is refused at once
     asked, read = threading.Semaphore(0), threading.Event()
@@ -646,14 +667,14 @@ def test_a_long_prompt_does_not_hold_up_streams(tiny_engine, monkeypatch):
         asked.release()
         stream = client(url).completions.create(model="tiny", prompt="a", stream=True)
         next(stream)
-        long, pieces = elsewhere.submit(Reply, url, "/v1/completions", body), 0
+        long, pieces = elsewhere.submit(Reply, url, path, body), 0
         while not long.done():
             asked.release()
             next(stream)
             pieces += 1
         read.set()
         asked.release()
-        assert "the limit is 2047" in long.result().text
+        assert ("the limit is 2047" if path == "/v1/completions" else '"count":4') in long.result().text
         print(pieces, "pieces")
     assert pieces > 20
 

@@ -81,7 +81,7 @@ class Intake:
             LongPromptError: it has too many tokens.
         """
         try:
-            ids = self._ids(prompt, chat_arguments, tools)
+            ids = self._ids(prompt, chat_arguments, tools, self._longest)
         except LongPromptError:  # it was not worth counting them all
             raise self._too_long(f"more than {self._longest}") from None
         if not ids:
@@ -90,6 +90,26 @@ class Intake:
             raise self._too_long(str(len(ids)))
         self._check_tokens("prompt", ids)
         return ids
+
+    def encode_unserved(
+        self,
+        prompt: Prompt,
+        chat_arguments: Mapping[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> list[int]:
+        """Encodes a prompt of any length, whose tokens alone are asked for; arguments as in `encode`.
+
+        gpt-oss's conversations must fit the engine all the same: its library takes time with the square of a word's
+        length.
+
+        Raises:
+            RequestError: it is no text, or its chat template refuses it; a LongPromptError where it must fit.
+        """
+        fits = self._codec is not None and self._codec.chat_format == "harmony" and _is_chat(prompt)
+        try:
+            return self._ids(prompt, chat_arguments, tools, self._longest if fits else None)
+        except LongPromptError:
+            raise self._too_long(f"more than {self._longest}") from None
 
     def sequence(
         self,
@@ -123,17 +143,21 @@ class Intake:
         )
 
     def _ids(
-        self, prompt: Prompt, chat_arguments: Mapping[str, Any] | None, tools: list[dict[str, Any]] | None
+        self,
+        prompt: Prompt,
+        chat_arguments: Mapping[str, Any] | None,
+        tools: list[dict[str, Any]] | None,
+        most: int | None,
     ) -> list[int]:
         if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
             return list(prompt)  # type: ignore[arg-type]
         if self._codec is None:
             raise RequestError("this engine has no tokenizer (tokenizer.json); give token ids")
         if isinstance(prompt, str):
-            return self._codec.encode(prompt, self._longest)
+            return self._codec.encode(prompt, most)
         if not isinstance(prompt, list) or not all(_is_message(message) for message in prompt):
             raise RequestError('a prompt is a text, token ids, or messages with a text "role" and "content"')
-        return self._codec.encode_chat(prompt, chat_arguments, self._longest, tools or ())  # type: ignore[arg-type]
+        return self._codec.encode_chat(prompt, chat_arguments, most, tools or ())  # type: ignore[arg-type]
 
     def _too_long(self, tokens: str) -> LongPromptError:
         return LongPromptError(f"the prompt has {tokens} tokens; the limit is {self._longest} ({self._knob})", "prompt")

@@ -1,7 +1,7 @@
 """Replies to a client that may leave: server-sent events, and work that ends with its connection."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -9,6 +9,8 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 _T = TypeVar("_T")
+
+_PIECE = 64 << 10  # bytes
 
 
 class EventStream(Response):
@@ -32,6 +34,25 @@ class EventStream(Response):
             async for body in events:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class PiecewiseReply(Response):
+    """JSON that is sent as the client reads it; `ended` is called when it is sent, or its client gone."""
+
+    media_type = "application/json"
+
+    def __init__(self, body: bytes, ended: Callable[[], None]) -> None:
+        super().__init__(body)
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            for at in range(0, len(self.body), _PIECE):
+                await send({"type": "http.response.body", "body": self.body[at : at + _PIECE], "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._ended()
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T], otherwise: _T) -> _T:

@@ -190,7 +190,7 @@ class Gateway:
 
     async def _convert(self, request: Request, work: Callable[[bytes], dict[str, object]]) -> Response:
         try:
-            return JSONResponse(await self._bodies.process(request, work))
+            return await self._bodies.convert(request, work)
         except ClientDisconnect:
             return Response(status_code=_CLIENT_GONE)
 

@@ -163,24 +163,33 @@ class Preparation:
         return Job((choice,), form, asked.stream, None, "tools", offer.names)
 
     def tokenized(self, body: bytes) -> dict[str, object]:
-        """Answers a body of /tokenize."""
+        """Answers a body of /tokenize, whatever the length of its prompt: it is not to be served."""
         asked = parse(TokenizeRequest, body)
         self.check_name(asked.model or self._name)
         if asked.prompt == "":
             tokens = []
-        elif asked.prompt is not None and asked.add_special_tokens:
-            tokens = self._tokens(asked.prompt, "prompt")
         elif asked.prompt is not None:
+            encode = self._codec.encode if asked.add_special_tokens else self._codec.encode_words
             try:
-                words = self._codec.encode_words(asked.prompt, self._config.max_seq_len)
+                tokens = encode(asked.prompt)
             except RequestError as error:
                 raise _refusal(error, "prompt") from None
-            tokens = self._tokens(words, "prompt")
         else:
             functions = self._offer([tool.function for tool in asked.tools], None).functions
             messages = [message.for_template() for message in asked.messages]
-            tokens = self._conversation(messages, "messages", asked.chat_template_kwargs, functions)
-        return {"count": len(tokens), "max_model_len": self._config.max_seq_len, "tokens": tokens}
+            tokens = self._conversation(messages, "messages", asked.chat_template_kwargs, functions, serve=False)
+        names = self._names(tokens) if asked.return_token_strs else None
+        return {
+            "count": len(tokens),
+            "max_model_len": self._config.max_seq_len,
+            "tokens": tokens,
+            "token_strs": names,
+        }
+
+    def _names(self, tokens: list[int]) -> list[str]:
+        """Lists tokens as the vocabulary writes them."""
+        names = {token: self._codec.backend.id_to_token(token) or "" for token in set(tokens)}
+        return [names[token] for token in tokens]
 
     def detokenized(self, body: bytes) -> dict[str, object]:
         """Answers a body of /detokenize."""
@@ -280,6 +289,7 @@ class Preparation:
         param: str,
         arguments: Mapping[str, Any],
         functions: Sequence[Function],
+        serve: bool = True,
     ) -> list[int]:
         taken = sorted(_RENDERER_ARGUMENTS & arguments.keys())
         if taken:
@@ -287,7 +297,7 @@ class Preparation:
             raise ApiError(400, f"{variable}: not a variable of the chat template", variable)
         if self._codec.chat_format != "harmony":  # which has a message for each
             messages = one_instruction(messages)
-        return self._tokens(messages, param, arguments, functions)
+        return self._tokens(messages, param, arguments, functions, serve)
 
     def _tokens(
         self,
@@ -295,9 +305,11 @@ class Preparation:
         param: str,
         chat_arguments: Mapping[str, Any] | None = None,
         functions: Sequence[Function] = (),
+        serve: bool = True,
     ) -> list[int]:
+        encode = self._intake.encode if serve else self._intake.encode_unserved
         try:
-            return self._intake.encode(prompt, chat_arguments, [function.for_template() for function in functions])
+            return encode(prompt, chat_arguments, [function.for_template() for function in functions])
         except RequestError as error:
             raise _refusal(error, param) from None
 

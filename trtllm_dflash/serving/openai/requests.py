@@ -269,13 +269,19 @@ class ChatRequest(CommonRequest):
 
 
 class TokenizeRequest(BaseModel):
-    """The body of /tokenize: a prompt, or the conversation that a chat would make one of."""
+    """The body of /tokenize: a prompt, or the conversation that a chat would make one of.
+
+    Attributes:
+        add_special_tokens: to a prompt.
+        return_token_strs: with the tokens' names in the vocabulary.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     model: str | None = None
     prompt: str | None = None
-    add_special_tokens: bool = True  # to a prompt
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
     messages: Annotated[list[Message], FailFast()] = []
     tools: Tools = []
     chat_template_kwargs: JsonFields = {}
