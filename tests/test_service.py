@@ -133,6 +133,33 @@ def test_cancelling_frees_the_slot_at_the_next_step(service):
         service.cancel(client.ticket)
 
 
+def test_what_is_long_enough_ends_as_complete(service, llm):
+    """With what there is of it; what comes after it, a cancellation too, changes nothing."""
+    endless = [Client(service, CHATS[i], 900, ignore_eos=True) for i in range(5)]
+    begun = [client.first() for client in endless[:4]]
+    service.finish(endless[1].ticket)
+    service.cancel(endless[1].ticket)
+    service.finish(endless[4].ticket)  # nothing of it is there, and perhaps no slot
+    updates = [begun[1], *endless[1].wait()]
+    done = updates[-1].completion
+    assert done.finish_reason == "stop" and 0 < len(done.token_ids) < 900
+    assert [token for update in updates for token in update.token_ids] == done.token_ids
+    assert "".join(update.text for update in updates) == done.text
+    assert (
+        done.token_ids
+        == llm.generate([CHATS[1]], SamplingParams(max_tokens=len(done.token_ids), ignore_eos=True))[0].token_ids
+    )
+    for client in (*endless[:1], *endless[2:4]):
+        service.cancel(client.ticket)
+        client.wait()
+    endless[4].wait()
+    service.finish(endless[1].ticket)
+    counts = service.statistics()
+    assert (counts.requests["completed"], counts.requests["cancelled"]) == (1, 4)
+    assert counts.running == counts.kv_tokens_in_use == 0
+    assert Client(service, CHATS[5], 4).wait()[-1].completion is not None
+
+
 def test_a_deadline(llm):
     clock = Clock()
     clock.now = 1000.0

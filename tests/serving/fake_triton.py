@@ -28,6 +28,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.script = script
         self.ready = True
         self.cancelled = threading.Event()
+        self.completed: list[str] = []  # requests that were stopped as complete
 
     def ModelReady(self, request, context):
         return service_pb2.ModelReadyResponse(ready=self.ready)
@@ -36,7 +37,12 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         context.add_callback(lambda: context.code() is None and self.cancelled.set())
         try:
             for request in requests:
-                yield from self.script(_inputs(request))
+                inputs = _inputs(request)
+                if inputs.get("stop") == [True]:
+                    assert request.parameters["complete"].bool_param
+                    self.completed.append(request.id)
+                else:
+                    yield from self.script(inputs)
         except Refuse as refusal:
             yield service_pb2.ModelStreamInferResponse(error_message=str(refusal))
 

@@ -355,6 +355,44 @@ def test_thinking_is_set_on_and_off(engine_of):
     assert not hasattr(replies[1], "reasoning_content")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_gateway_ends_is_counted_as_complete(engine_of, server, stream):
+    """On the real server: replies that are taken apart have their stop strings found here, others by the engine."""
+    completed, cancelled = (f'dflash_requests_total{{outcome="{outcome}"}}' for outcome in ("completed", "cancelled"))
+    engine = engine_of("qwen3")
+    asked = dict(model="tiny", temperature=0, stream=stream, max_tokens=1900)
+    asked["extra_body"] = {"ignore_eos": True, "draft": False, "chat_template_kwargs": {"enable_thinking": False}}
+    with gateway(engine, server.grpc_url) as url:
+        api = client(url)
+        arguments = {**asked, "stream": False, "max_tokens": 60}
+        text = api.chat.completions.create(messages=ASKED, **arguments).choices[0].message.content
+        asked["stop"] = text[20:24]
+        before = server.settled_metrics()
+        chat = api.chat.completions.create(messages=ASKED, n=2, **asked)
+        asked["extra_body"].pop("chat_template_kwargs")
+        plain = api.completions.create(prompt=TextCodec.load(engine, {}).chat_text(ASKED), **asked)
+        if stream:
+            ends = [[chunk.choices[0].finish_reason for chunk in chunks] for chunks in (chat, plain)]
+            assert [[end for end in of if end] for of in ends] == [["stop"] * 2, ["stop"]]
+        else:
+            assert {choice.message.content for choice in chat.choices} == {text[: text.index(asked["stop"])]}
+            assert [choice.finish_reason for choice in (*chat.choices, *plain.choices)] == ["stop"] * 3
+        server.wait_for_increase(before, {completed: 3, cancelled: 0})
+        server.wait_for_gauge("dflash_slots_in_use", 0)
+
+
+def test_each_choice_is_ended_by_a_name_of_its_own(engine_of):
+    """Two clients may call their requests alike."""
+    engine = engine_of("qwen3")
+    script = Script(engine, *["Yes, st. And more."] * 4)
+    with fake_triton(script) as (fake, triton), gateway(engine, triton) as url:
+        for _ in range(2):
+            headers = {"X-Request-Id": "mine"}
+            client(url).chat.completions.create(model="tiny", messages=ASKED, n=2, stop=["st"], extra_headers=headers)
+    assert len(set(fake.completed)) == 4
+    assert all(name.startswith("mine.") for name in fake.completed)
+
+
 # -- /v1/responses ---------------------------------------------------------------------------------------------------
 
 FLAT = [{"type": "function", **one["function"]} for one in TOOLS]

@@ -260,6 +260,7 @@ class Sequence:
     grammar: "Grammar | None" = None
     times: Times = field(default_factory=lambda: Times(arrival_ns=time.time_ns()))
     _reported: int = 0
+    _told: bool = False  # its end
     _has_stops: bool = False
 
     def __post_init__(self) -> None:
@@ -319,6 +320,17 @@ class Sequence:
         self.drafted += drafted
         return taken
 
+    def cut(self, now_ns: int) -> None:
+        """Ends the sequence where it is: its client has all that it wants."""
+        self.left = 0
+        self.times.last_token_ns = now_ns
+        try:
+            if self.text is not None:
+                self.text.finish()
+            self.finish_reason = "stop"
+        except Exception as error:
+            self.error = fault_of("text", error)
+
     def _push(self, text: TextStream, ids: list[int]) -> None:
         try:
             for token in ids:
@@ -359,15 +371,16 @@ class Sequence:
         return text.stopped
 
     def take_update(self) -> Update | None:
-        """Takes the tokens and text since the last update; None if there are none."""
+        """Takes the tokens and text since the last update, and the end; None if there is nothing new."""
         if self.error is not None:
             return Update(drafted_tokens=self.drafted, accepted_tokens=self.accepted, error=self.error)
         new, logprobs = self.token_ids[self._reported :], self.logprobs[self._reported :]
-        if not new:
+        if not new and (self.finish_reason is None or self._told):
             return None
         self._reported += len(new)
         text = self.text.release() if self.text is not None else ""
         completion = self.completion() if self.finish_reason else None
+        self._told = completion is not None
         return Update(new, text, self.drafted, self.accepted, completion, logprobs=logprobs)
 
     def completion(self) -> Completion:

@@ -113,6 +113,12 @@ class Scheduler:
             sequence.error = error
             self._unwanted.append(sequence)
 
+    def finish(self, sequence: Sequence) -> None:
+        """Ends a sequence at the next step as complete with what there is of it, unless it ends before."""
+        if not sequence.done:
+            sequence.cut(time.time_ns())
+            self._unwanted.append(sequence)
+
     def step(self) -> list[Sequence]:
         """Launches a step, reads the one before it, and returns the sequences that have updates.
 
@@ -154,12 +160,12 @@ class Scheduler:
     # -- who runs --------------------------------------------------------------------------------------------------
 
     def _drop_unwanted(self) -> None:
-        """Ends the sequences that were cancelled, and those whose deadline has passed."""
+        """Ends the sequences that were cancelled or cut short, and those whose deadline has passed."""
         for sequence in self._deadlines.passed(self._clock()):
             self.cancel(sequence, DeadlineError("deadline: it passed before the reply was complete"))
         if not self._unwanted:
             return
-        for sequence in self._queue.remove_if(lambda waiting: waiting.error is not None):
+        for sequence in self._queue.remove_if(lambda waiting: waiting.done):
             self._end(sequence, sequence.error)
         for sequence in self._unwanted:
             stay = self._slots.find(sequence)

@@ -94,7 +94,7 @@ class Service:
         self._most = self._config.max_batch + settings.max_queue
         self._changed = threading.Condition()  # guards what follows
         self._arrived: list[Ticket] = []
-        self._cancelled: list[Ticket] = []
+        self._unwanted: list[tuple[Ticket, bool]] = []  # whether as complete, in their order
         self._taken = 0  # requests that have not ended
         self._closing = False
         self._drain: tuple[float, float] | None = None  # seconds that requests are given, and when they are over
@@ -149,11 +149,18 @@ class Service:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ends a request at the next step; does nothing to one that has ended."""
+        """Ends a request at the next step with an error; does nothing to one that has ended."""
+        self._end_early(ticket, complete=False)
+
+    def finish(self, ticket: Ticket) -> None:
+        """Ends a request at the next step as complete with what there is of its reply; cancels one that has none."""
+        self._end_early(ticket, complete=True)
+
+    def _end_early(self, ticket: Ticket, complete: bool) -> None:
         with self._changed:
             if ticket.sequence.done or self._closing or self.failure is not None:
                 return
-            self._cancelled.append(ticket)
+            self._unwanted.append((ticket, complete))
             self._changed.notify()
 
     def drain(self, seconds: float) -> None:
@@ -220,18 +227,21 @@ class Service:
         next one at once, and would else miss the step that is launched meanwhile.
         """
         with self._changed:
-            while not (self._arrived or self._cancelled or self._closing or self._scheduler.busy):
+            while not (self._arrived or self._unwanted or self._closing or self._scheduler.busy):
                 self._changed.wait()
             free, seconds = self._scheduler.patience
-            self._changed.wait_for(lambda: len(self._arrived) >= free or self._cancelled or self._closing, seconds)
+            self._changed.wait_for(lambda: len(self._arrived) >= free or self._unwanted or self._closing, seconds)
             arrived, self._arrived = self._arrived, []
-            cancelled, self._cancelled = self._cancelled, []
+            unwanted, self._unwanted = self._unwanted, []
             closing = self._closing
         self._tickets.update((ticket.sequence, ticket) for ticket in arrived)  # all, before anything can raise
         for ticket in arrived:
             self._scheduler.submit(ticket.sequence)
-        for ticket in cancelled:
-            self._scheduler.cancel(ticket.sequence, CancelledError("the request was cancelled"))
+        for ticket, complete in unwanted:
+            if complete and ticket.sequence.token_ids:
+                self._scheduler.finish(ticket.sequence)
+            else:
+                self._scheduler.cancel(ticket.sequence, CancelledError("the request was cancelled"))
         return not closing
 
     def _end_drained(self) -> None:

@@ -1,6 +1,7 @@
 """A client of a served engine: token ids in, pieces of the reply out, over Triton gRPC."""
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from trtllm_dflash.errors import (
 )
 from trtllm_dflash.runtime.request import SamplingParams, TokenLogprobs
 from trtllm_dflash.serving.choice_fields import choice_tensors, read_logprobs
-from trtllm_dflash.serving.parameters import CODED_ERRORS
+from trtllm_dflash.serving.parameters import CODED_ERRORS, COMPLETE
 
 MODEL = "tensorrt_llm"
 
@@ -45,6 +46,8 @@ _CHANNEL = [
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
+#: What stops another request; the first two are required, and not looked at.
+_STOP = {"input_ids": np.zeros(1, np.int32), "input_lengths": np.ones(1, np.int32), "stop": np.array([True])}
 _SLACK = 5.0  # seconds that a server has to say itself that a deadline passed
 
 
@@ -63,6 +66,7 @@ class TokenRequest:
         deadline: seconds until the whole reply must have arrived.
         request_id: shown in the server's log.
         wants_ids: False spares every response the token ids, and the last one the accepted drafts of each step.
+        mark: makes its name at the server one that no other request has.
     """
 
     token_ids: list[int]
@@ -72,6 +76,12 @@ class TokenRequest:
     deadline: float | None = None
     request_id: str = ""
     wants_ids: bool = True
+    mark: str = field(init=False, compare=False, default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def name(self) -> str:
+        """Its name at the server, by which it can be ended."""
+        return f"{self.request_id}.{self.mark}"
 
 
 @dataclass(frozen=True)
@@ -147,7 +157,7 @@ class TritonClient:
                 "model_name": MODEL,
                 "inputs": _inputs(request),
                 "outputs": [InferRequestedOutput(name) for name in _outputs(request)],
-                "request_id": request.request_id,
+                "request_id": request.name,
                 # The codes of errors as the first words of their texts. Triton would give them as gRPC statuses where
                 # the header "triton_grpc_error" is sent, and crashes then (2.51: SIGSEGV after some thousand errors).
                 "parameters": {CODED_ERRORS: True},
@@ -178,6 +188,34 @@ class TritonClient:
             raise refusal
         if not reason:
             raise EngineError("the server ended the reply before it was whole; see its log")
+
+    async def finish(self, request: TokenRequest) -> None:
+        """Tells the server that a reply is complete as far as it has come; its stream may be left then.
+
+        Where the server does not take it in, to leave cancels the request as ever: nobody's reply is worse for it.
+        """
+        if self._closed:
+            return
+
+        async def once() -> AsyncIterator[dict[str, object]]:
+            yield {
+                "model_name": MODEL,
+                "inputs": [_tensor(name, value) for name, value in _STOP.items()],
+                "request_id": request.name,
+                "parameters": {COMPLETE: True},
+            }
+
+        answers = self._grpc.stream_infer(once(), stream_timeout=_SLACK)
+        try:
+            async for _ in answers:
+                pass
+        except grpc.aio.AioRpcError:
+            pass
+        except asyncio.CancelledError:
+            if not self._closed:  # it is the caller's task that is cancelled
+                raise
+        finally:
+            answers.cancel()
 
     def _meaning(self, error: grpc.aio.AioRpcError) -> DFlashError:
         code, text = error.code(), error.details() or error.code().name
@@ -226,12 +264,13 @@ def _inputs(request: TokenRequest) -> list[InferInput]:
     values |= choice_tensors(params)
     if request.deadline is not None:
         values["deadline_ms"] = np.array([min(request.deadline * 1000, 2**31 - 1)], np.int32)
-    inputs = []
-    for name, value in values.items():
-        tensor = InferInput(name, [1, value.size], np_to_triton_dtype(value.dtype))  # [1, N]: a batch of one
-        tensor.set_data_from_numpy(value.reshape(1, -1))
-        inputs.append(tensor)
-    return inputs
+    return [_tensor(name, value) for name, value in values.items()]
+
+
+def _tensor(name: str, value: np.ndarray[Any, Any]) -> InferInput:
+    tensor = InferInput(name, [1, value.size], np_to_triton_dtype(value.dtype))  # [1, N]: a batch of one
+    tensor.set_data_from_numpy(value.reshape(1, -1))
+    return tensor
 
 
 def _outputs(request: TokenRequest) -> tuple[str, ...]:

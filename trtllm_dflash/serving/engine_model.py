@@ -37,6 +37,7 @@ from trtllm_dflash.serving.tensors import (
     parameter,
     read_tensors,
     response,
+    stops_as_complete,
     wants_codes,
 )
 from trtllm_dflash.session.kernels import Kernels
@@ -151,7 +152,8 @@ class EngineModel:
             name = request.request_id()
             if not key and not name:
                 raise RequestError("it names no request; give it the request id of the one to stop", "stop")
-            self._outbox.put(lambda: self._stop(key, sender) if key else self._stop_named(name, sender))
+            complete = stops_as_complete(request)
+            self._outbox.put(lambda: self._stop(key, sender) if key else self._stop_named(name, complete, sender))
             return
         fields = Fields(tensors, TEXT_NAMES if "prompt" in tensors else None)
         asked = parse_request(fields, self._decoupled, self._echo, choice_values(fields))
@@ -221,9 +223,12 @@ class EngineModel:
             self._cancel(reply)
         sender.send(response({"request_key": np.array([[key]], np.int64)}, ["request_key"]), flags=FINAL)
 
-    def _stop_named(self, name: str, sender: Any) -> None:
+    def _stop_named(self, name: str, complete: bool, sender: Any) -> None:
         for reply in self._replies:
             if reply.request_id == name:
+                if complete and reply.ticket is not None:
+                    self._service.finish(reply.ticket)
+                    continue
                 reply.stopped = True
                 self._cancel(reply)
         sender.send(response({}, []), flags=FINAL)

@@ -19,6 +19,9 @@ Tensors = dict[str, NDArray[Any]]
 #: streams and from one model to another.
 CODED_ERRORS = "coded_errors"
 
+#: A parameter of requests that `stop` another: its client has all of the reply that it wants, which is complete then.
+COMPLETE = "complete"
+
 MOST_STOPS = 16  # texts, and as many runs of tokens, that may end one reply: each is searched for after every token
 LONGEST_STOP = 256  # characters, or tokens
 

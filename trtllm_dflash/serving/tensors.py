@@ -16,7 +16,7 @@ from trtllm_dflash.errors import (
     RequestError,
     ShutdownError,
 )
-from trtllm_dflash.serving.parameters import CODED_ERRORS, Tensors
+from trtllm_dflash.serving.parameters import CODED_ERRORS, COMPLETE, Tensors
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
@@ -36,7 +36,7 @@ def read_tensors(request: Any) -> Tensors:
     Raises:
         RequestError: it has a parameter; Triton makes one of each field of a JSON request that is no input.
     """
-    unknown = json.loads(request.parameters()).keys() - {CODED_ERRORS}
+    unknown = json.loads(request.parameters()).keys() - {CODED_ERRORS, COMPLETE}
     if unknown:
         raise RequestError("there is no such input", min(unknown))
     return {tensor.name(): tensor.as_numpy().copy() for tensor in request.inputs()}
@@ -61,6 +61,11 @@ def error_response(error: BaseException, coded: bool = False) -> Any:
 def wants_codes(request: Any) -> bool:
     """Whether another model sent the request: Triton (2.51) gives it an error's text, and loses the code."""
     return CODED_ERRORS in json.loads(request.parameters())
+
+
+def stops_as_complete(request: Any) -> bool:
+    """Whether a request that stops another one says that its reply is complete."""
+    return COMPLETE in json.loads(request.parameters())
 
 
 def decoded_error(text: str) -> Any:

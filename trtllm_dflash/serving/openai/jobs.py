@@ -92,8 +92,12 @@ class Choice:
         """Yields what each of the engine's responses adds to the reply."""
         async with aclosing(triton.stream(self.request)) as pieces:
             async for piece in pieces:
-                yield self, self.read(piece)
-                if self.reason and not piece.finish_reason:  # the engine would go on
+                added = self.read(piece)
+                enough = self.reason and not piece.finish_reason  # the engine would go on
+                if enough:  # before the client has its end, and may leave
+                    await triton.finish(self.request)
+                yield self, added
+                if enough:
                     break
 
     async def reply(self, triton: TritonClient) -> Reply:
