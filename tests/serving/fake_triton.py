@@ -28,10 +28,20 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         self.script = script
         self.ready = True
         self.cancelled = threading.Event()
+        self.room: tuple[int, int] | None = None  # slots, and places in the queue; None: it does not tell
         self.completed: list[str] = []  # requests that were stopped as complete
 
     def ModelReady(self, request, context):
         return service_pb2.ModelReadyResponse(ready=self.ready)
+
+    def ModelConfig(self, request, context):
+        if self.room is None:
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "no such method")
+        slots, queue = self.room
+        answer = service_pb2.ModelConfigResponse()
+        answer.config.max_batch_size = slots
+        answer.config.parameters["max_queue"].string_value = str(queue)
+        return answer
 
     def ModelStreamInfer(self, requests, context):
         context.add_callback(lambda: context.code() is None and self.cancelled.set())

@@ -20,6 +20,7 @@ from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash.engine.directory import digest
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.runtime.request import SamplingParams
+from trtllm_dflash.serving.client import TritonClient
 from trtllm_dflash.serving.gateway import GatewaySettings, create_app
 from trtllm_dflash.text.tokenizer import TextCodec
 
@@ -598,6 +599,52 @@ def test_the_servers_errors_are_openais(tiny_engine, stream, code, text, status,
             *_, error, done, _ = lines.text.split("\n\n")
             assert list(json.loads(error.removeprefix("data: "))) == ["error"]
             assert done == "data: [DONE]"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "param", "asked"),
+    [
+        ("chat/completions", "n", {"messages": SUM, "n": 4}),
+        ("completions", "n", {"prompt": ["a", "b"], "n": 2}),
+        ("completions", "prompt", {"prompt": ["a", "b", "c", "d"]}),
+        ("completions", "best_of", {"prompt": "a", "best_of": 4, "stream": False}),
+    ],
+)
+def test_choices_that_never_fit_are_the_requests_fault(tiny_engine, stream, path, param, asked):
+    """To try again would not help, as it does where the queue is full."""
+
+    def refuse(_):
+        raise Refuse("UNAVAILABLE", "the queue is full")
+        yield
+
+    body = json.dumps({"model": "tiny", "stream": stream, **asked})
+    with fake_triton(refuse) as (fake, triton), gateway(tiny_engine, triton) as url:
+        for room, status in ((None, 429), ((2, 2), 429), ((2, 1), 400), ((1, 0), 400)):
+            fake.room = room
+            reply = Reply(url, f"/v1/{path}", body)
+            assert reply.status == status
+            error = reply.json()["error"]
+            if status == 400:
+                assert (error["param"], error["type"]) == (param, "invalid_request_error")
+                assert error["message"] == (
+                    f"{param}: 4 replies at a time; the server takes {sum(room)}, of which {room[0]} have a slot "
+                    f"(build --max-batch) and {room[1]} wait (--max-queue)"
+                )
+            else:
+                assert error["code"] == "queue_full" and reply.headers["Retry-After"] == "1"
+
+
+def test_a_server_tells_how_many_requests_it_takes(server):
+    async def ask(url):
+        triton = TritonClient(url)
+        try:
+            return await triton.room()
+        finally:
+            await triton.close()
+
+    assert asyncio.run(ask(server.grpc_url)) == (8, 256)
+    assert asyncio.run(ask(nowhere())) is None
 
 
 def test_a_server_that_breaks_off_without_a_reason_is_an_error(tiny_engine):

@@ -137,6 +137,20 @@ class TritonClient:
         except InferenceServerException:
             return False
 
+    async def room(self, timeout: float = 5.0) -> tuple[int, int] | None:
+        """Asks how many requests have a slot at a time, and how many wait; None where the server does not tell."""
+        if self._closed:
+            return None
+        try:
+            config = (await self._grpc.get_model_config(MODEL, client_timeout=timeout)).config
+            return config.max_batch_size, int(config.parameters["max_queue"].string_value)
+        except (InferenceServerException, ValueError):
+            return None
+        except asyncio.CancelledError:
+            if not self._closed:  # it is the caller's task that is cancelled
+                raise
+            return None
+
     async def stream(self, request: TokenRequest) -> AsyncGenerator[Piece, None]:
         """Yields the reply to a request, piece by piece; the last piece has a finish reason.
 

@@ -118,6 +118,7 @@ class Job:
     Attributes:
         best: of each so many choices in a row, the replies to show: the likeliest; None: all.
         form_field, functions: see `as_api_error`.
+        count_field: that says how many choices there are.
     """
 
     choices: tuple[Choice, ...]
@@ -126,13 +127,15 @@ class Job:
     best: tuple[int, int] | None = None
     form_field: str = "response_format"
     functions: tuple[str, ...] = ()
+    count_field: str = "n"
 
     async def whole(self, triton: TritonClient) -> dict[str, object]:
         """Returns the body of the whole reply.
 
         Raises:
-            ApiError: the server has refused or failed one of the choices.
+            ApiError: the server has refused or failed one of the choices, or never takes so many.
         """
+        await self._check_room(triton)
         tasks = [asyncio.create_task(choice.reply(triton)) for choice in self.choices]
         try:
             replies = await asyncio.gather(*tasks)
@@ -149,6 +152,7 @@ class Job:
 
     async def events(self, triton: TritonClient) -> AsyncGenerator[bytes, None]:
         """Yields the reply's events, some at a time. Raises an ApiError only before the first."""
+        await self._check_room(triton)
         begun: set[int] = set()
         ended: set[int] = set()
         try:
@@ -169,6 +173,18 @@ class Job:
             if not begun:
                 raise refusal from None
             yield self.form.failing(refusal)
+
+    async def _check_room(self, triton: TritonClient) -> None:
+        """Refuses more choices than the server ever takes: it would turn some away whenever they come."""
+        room = await triton.room() if len(self.choices) > 1 else None
+        if room is None or len(self.choices) <= sum(room):
+            return
+        slots, queue = room
+        message = (
+            f"{self.count_field}: {len(self.choices)} replies at a time; the server takes {slots + queue}, of which "
+            f"{slots} have a slot (build --max-batch) and {queue} wait (--max-queue)"
+        )
+        raise ApiError(400, message, self.count_field)
 
     def _refusal(self, error: Exception) -> ApiError:
         return as_api_error(error, self.choices[0].request.request_id, self.form_field, self.functions)

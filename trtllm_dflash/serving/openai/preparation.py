@@ -125,7 +125,7 @@ class Preparation:
                 )
                 choices.append(choice)
         form = self._form(asked, False, asked.logprobs is not None)
-        return Job(tuple(choices), form, asked.stream, best, asked.form_field)
+        return Job(tuple(choices), form, asked.stream, best, asked.form_field, count_field=asked.count_field)
 
     def chat(self, body: bytes, request_id: str) -> Job:
         """Makes a job of a body of /v1/chat/completions."""

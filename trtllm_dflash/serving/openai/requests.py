@@ -221,6 +221,11 @@ class CompletionRequest(CommonRequest):
         """The number of replies that are made to each prompt."""
         return self.n if self.best_of is None else self.best_of
 
+    @property
+    def count_field(self) -> str:
+        """The field that says how many replies are made."""
+        return "prompt" if self.replies == 1 else "n" if self.replies == self.n else "best_of"
+
     @model_validator(mode="after")
     def _few_choices(self) -> Self:
         if self.replies < self.n or (self.stream and self.replies > self.n):
