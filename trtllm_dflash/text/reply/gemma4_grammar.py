@@ -81,8 +81,10 @@ class _Arguments:
             self._check(schema, frozenset(), place)
             return self._any_value()
         named = named if isinstance(named, list) else [named]
-        if not named or not all(kind in _TYPES for kind in named):
-            raise self._wrong(f"{place}/type is no JSON schema's")
+        wrong = [kind for kind in named if kind not in _TYPES]
+        if wrong or not named:
+            said = f": {wrong[0][:40]!r}" if wrong and isinstance(wrong[0], str) else ""
+            raise self._wrong(f"{place}/type is no JSON schema's{said}")
         kinds = [kind for kind in _TYPES if kind in named]  # each once
         return self._one_of([self._of_type(kind, schema, place) for kind in kinds])
 
