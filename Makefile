@@ -2,9 +2,9 @@
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 # Processes that share the quick tests, and all tests: more of them compute while others wait for servers. Each computes on
-# one thread, for threads that wait for each other make small models slow, and needs up to 3 GB: 13 GB in all.
+# one thread, for threads that wait for each other make small models slow, and needs up to 3 GB.
 WORKERS ?= 2
-WORKERS_OF_ALL ?= 4
+WORKERS_OF_ALL ?= 3
 # A file's tests stay in one process; tests/conftest.py has the order.
 DIST   := --dist loadfile --no-loadscope-reorder
 BIN    := .venv/bin
