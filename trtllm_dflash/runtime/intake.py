@@ -80,10 +80,7 @@ class Intake:
             RequestError: it is empty, no text, or no token ids of this engine; or its chat template refuses it.
             LongPromptError: it has too many tokens.
         """
-        try:
-            ids = self._ids(prompt, chat_arguments, tools, self._longest)
-        except LongPromptError:  # it was not worth counting them all
-            raise self._too_long(f"more than {self._longest}") from None
+        ids = self._ids(prompt, chat_arguments, tools, self._longest)
         if not ids:
             raise RequestError("the prompt is empty", "prompt")
         if len(ids) > self._longest:
@@ -106,10 +103,7 @@ class Intake:
             RequestError: it is no text, or its chat template refuses it; a LongPromptError where it must fit.
         """
         fits = self._codec is not None and self._codec.chat_format == "harmony" and _is_chat(prompt)
-        try:
-            return self._ids(prompt, chat_arguments, tools, self._longest if fits else None)
-        except LongPromptError:
-            raise self._too_long(f"more than {self._longest}") from None
+        return self._ids(prompt, chat_arguments, tools, self._longest if fits else None)
 
     def sequence(
         self,
@@ -153,11 +147,14 @@ class Intake:
             return list(prompt)  # type: ignore[arg-type]
         if self._codec is None:
             raise RequestError("this engine has no tokenizer (tokenizer.json); give token ids")
-        if isinstance(prompt, str):
-            return self._codec.encode(prompt, most)
-        if not isinstance(prompt, list) or not all(_is_message(message) for message in prompt):
-            raise RequestError('a prompt is a text, token ids, or messages with a text "role" and "content"')
-        return self._codec.encode_chat(prompt, chat_arguments, most, tools or ())  # type: ignore[arg-type]
+        try:
+            if isinstance(prompt, str):
+                return self._codec.encode(prompt, most)
+            if not isinstance(prompt, list) or not all(_is_message(message) for message in prompt):
+                raise RequestError('a prompt is a text, token ids, or messages with a text "role" and "content"')
+            return self._codec.encode_chat(prompt, chat_arguments, most, tools or ())  # type: ignore[arg-type]
+        except LongPromptError:  # it was not worth counting them all
+            raise self._too_long(f"more than {most}") from None
 
     def _too_long(self, tokens: str) -> LongPromptError:
         return LongPromptError(f"the prompt has {tokens} tokens; the limit is {self._longest} ({self._knob})", "prompt")

@@ -2,7 +2,8 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,15 +142,10 @@ class TritonClient:
         """Asks how many requests have a slot at a time, and how many wait; None where the server does not tell."""
         if self._closed:
             return None
-        try:
+        with suppress(InferenceServerException, ValueError), self._leaving_once_closed():
             config = (await self._grpc.get_model_config(MODEL, client_timeout=timeout)).config
             return config.max_batch_size, int(config.parameters["max_queue"].string_value)
-        except (InferenceServerException, ValueError):
-            return None
-        except asyncio.CancelledError:
-            if not self._closed:  # it is the caller's task that is cancelled
-                raise
-            return None
+        return None
 
     async def stream(self, request: TokenRequest) -> AsyncGenerator[Piece, None]:
         """Yields the reply to a request, piece by piece; the last piece has a finish reason.
@@ -221,15 +217,20 @@ class TritonClient:
 
         answers = self._grpc.stream_infer(once(), stream_timeout=_SLACK)
         try:
-            async for _ in answers:
-                pass
-        except grpc.aio.AioRpcError:
-            pass
+            with suppress(grpc.aio.AioRpcError), self._leaving_once_closed():
+                async for _ in answers:
+                    pass
+        finally:
+            answers.cancel()
+
+    @contextmanager
+    def _leaving_once_closed(self) -> Iterator[None]:
+        """Leaves quietly what waits for the server where this client is closed meanwhile."""
+        try:
+            yield
         except asyncio.CancelledError:
             if not self._closed:  # it is the caller's task that is cancelled
                 raise
-        finally:
-            answers.cancel()
 
     def _meaning(self, error: grpc.aio.AioRpcError) -> DFlashError:
         code, text = error.code(), error.details() or error.code().name
