@@ -66,6 +66,7 @@ SHAPES = {
     "qwen3-coder-30b-a3b, FP8 by block": Shape(128, 8, 2048, 768, "fp8 blocks", None),
     "qwen3-coder-30b-a3b, NVFP4": Shape(128, 8, 2048, 768, "nvfp4", None),
     "qwen3.5-35b-a3b": Shape(256, 8, 2048, 512, "bf16", None, has_shared=True),
+    "qwen3-coder-next": Shape(512, 10, 2048, 512, "bf16", None, has_shared=True),
     "qwen3-coder-next, FP8 by block": Shape(512, 10, 2048, 512, "fp8 blocks", None, has_shared=True),
     "minimax-m2.5, FP8 by block": Shape(256, 8, 3072, 1536, "fp8 blocks", None, "sigmoid"),
 }

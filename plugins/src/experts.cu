@@ -18,6 +18,9 @@ using namespace moe;
 
 constexpr int kFewTokens = 4; // of an expert, on average: hardly any has more than 8
 
+// Rows whose first product is over so soon that a block which begins late ends late.
+constexpr int kShortRows = 4;
+
 // The parts of the workspace. h: inputs of the experts' second product; y: its outputs.
 struct Workspace
 {
@@ -52,7 +55,7 @@ int warps_that_fit(Device const& device, int inputs, Weight weight, int tokens)
 }
 
 template <typename T, Weight kWeight, int kTokens, bool kGateUp>
-cudaError_t launch_product(Product const& p, Device const& device, cudaStream_t stream)
+cudaError_t launch_product(Product const& p, Device const& device, int blocks, cudaStream_t stream)
 {
     constexpr auto kernel = product_kernel<T, kWeight, kTokens, kGateUp>;
     cudaError_t const error = allow_shared_bytes<kernel>(device.shared_bytes);
@@ -63,7 +66,7 @@ cudaError_t launch_product(Product const& p, Device const& device, cudaStream_t 
     Layout const layout(p.inputs, kWeight);
     int const warps = warps_that_fit(device, p.inputs, kWeight, kTokens);
     int const bytes = warps * layout.warp_bytes + kTokens * layout.pitch;
-    return launch_kernel(kernel, dim3(device.processors), warps * 32, bytes, stream, p);
+    return launch_kernel(kernel, dim3(blocks), warps * 32, bytes, stream, p);
 }
 
 // Lets a kernel ask ahead for the matrix of an expert of a product.
@@ -87,12 +90,14 @@ cudaError_t launch_products(
         ask_for(gate_up, kWeight, p.count, 0, gate_up);
         ask_for(down, kWeight, p.count, 1, gate_up);
     }
-    cudaError_t const error = launch_product<T, kWeight, kTokens, true>(gate_up, device, stream);
+    // The routing's block fills a multiprocessor until it ends: nobody else would begin there before.
+    int const others = p.rows <= kShortRows ? std::max(1, device.processors - 1) : device.processors;
+    cudaError_t const error = launch_product<T, kWeight, kTokens, true>(gate_up, device, others, stream);
     if (error)
     {
         return error;
     }
-    return launch_product<T, kWeight, kTokens, false>(down, device, stream);
+    return launch_product<T, kWeight, kTokens, false>(down, device, device.processors, stream);
 }
 
 template <typename T, int kTokens>

@@ -13,17 +13,16 @@ Tensor = torch.Tensor
 
 #: Rows that `MoE` takes: for more, products of many rows are faster.
 MOE_ROWS = 512
-#: Rows of an expert, on average, from which on it is read once for up to 64 of them (Hopper), not for 16: of numbers,
-#: as an H200 measured; of FP8, an H100.
-_MANY_ROWS, _MANY_FP8_ROWS = 8, 4
-#: Of tiles it is by pairs of a row and an expert: as soon as what comes before the products is worth its time (H200).
+#: From which on an expert is read once for up to 64 of its rows (Hopper), not for 8 or 16. Rows of an expert, on
+#: average: sooner where rows like the same ones, which they mostly do.
+_MANY_ROWS = 4
+#: Of tiles, pairs of a row and an expert: as soon as what comes before the products is worth its time.
 _MANY_PAIRS = 40
-#: Of FP8 where all rows go through one expert besides, which would be read for each 16 of them.
-_MANY_SHARED_FP8_ROWS = 2
+#: All rows, where they go through one expert besides: it would be read for each 8 or 16 of them.
+_MANY_SHARED = 48
 
 # Members of `dflash_moe_format`.
 _NUMBERS, _MXFP4, _FP8_ROWS, _FP8_BLOCKS, _INT4, _NVFP4 = range(6)
-_LEAST_MANY = {_FP8_ROWS: _MANY_FP8_ROWS, _FP8_BLOCKS: _MANY_FP8_ROWS}
 _NAMES = ("numbers", "MXFP4", "FP8", "FP8 by block", "INT4", "NVFP4")
 
 #: Rows of a weight that a warp multiplies.
@@ -254,18 +253,21 @@ class MoE:
 
     def _kernels(self, params: ctypes.Structure) -> tuple[str, int] | None:
         """Chooses by the number of rows: the function and its bytes of scratch; None: none computes such experts."""
-        many = self._many
-        if many is None:
-            least = _LEAST_MANY.get(params.format, _MANY_ROWS)
-            if params.has_shared and params.format in (_FP8_ROWS, _FP8_BLOCKS):
-                least = _MANY_SHARED_FP8_ROWS
-            pairs = params.rows * params.top_k
-            many = pairs >= (_MANY_PAIRS if self._gate_up.is_tiled else least * params.experts)
+        many = self._are_many(params) if self._many is None else self._many
         for name in ["dflash_moe_many"] * many + ["dflash_moe"] * (not self._many):
             needed = ctypes.c_size_t()
             if not getattr(load().functions, name + "_workspace")(ctypes.byref(params), ctypes.byref(needed)):
                 return name, needed.value
         return None
+
+    def _are_many(self, params: ctypes.Structure) -> bool:
+        """Whether so many rows take less time by the kernels for many."""
+        rows: int = params.rows
+        pairs: int = rows * params.top_k
+        if self._gate_up.is_tiled:
+            return pairs >= _MANY_PAIRS
+        least: int = _MANY_ROWS * params.experts
+        return rows >= _MANY_SHARED if params.has_shared else pairs >= least
 
     def _params(
         self, x: Tensor, logits: Tensor, shared_gate: Tensor | None, residual: Tensor | None
