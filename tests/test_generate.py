@@ -431,6 +431,15 @@ def test_streamed_chunks_join_to_the_reply(tiny):
             assert completion.token_ids == tiny.generate([conversation], params, draft)[0].token_ids
 
 
+def test_a_stream_has_ended_with_its_completion(small, monkeypatch):
+    """Where the next step is launched before one is read, too: a conversation goes on at once."""
+    monkeypatch.setattr(type(small.session), "ahead", property(lambda session: 1))
+    stream = small.stream([1, 2, 3], SHORT)
+    last = next(chunk for chunk in stream if chunk.completion is not None)
+    small.generate([[1, 2, 3, *last.completion.token_ids]], SHORT)
+    assert list(stream) == []
+
+
 def test_a_stream_that_another_request_overtakes_says_so(small):
     """They share the engine's slots: going on would give a wrong text without a word."""
     overtaken = small.stream([1, 2, 3], SHORT)

@@ -1,6 +1,7 @@
 """`serve --harvest`: some replies, as token ids, up to a size; nothing unless asked, and never at a request's cost."""
 
 import json
+import resource
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +73,22 @@ def test_it_takes_its_share_and_no_more_than_its_size(tmp_path):
         for _ in range(9):
             full.take(sequence(5))
     assert 0 < (tmp_path / "full" / FILE).stat().st_size <= 2 * size
+
+
+def test_a_disk_that_becomes_full_leaves_whole_lines(tmp_path, caplog):
+    """A file may take but a part of a line without an error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    harvest = Harvest(tmp_path, 1.0, 10**6, lambda: 0.0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        for _ in range(9):
+            harvest.take(sequence(5))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    taken = len(lines(tmp_path))
+    assert 0 < taken < 9 and "harvest: ends" in caplog.text
+    Harvest(tmp_path, 1.0, 10**6, lambda: 0.0).take(sequence(2))
+    assert [len(row["reply_ids"]) for row in lines(tmp_path)] == [5] * taken + [2]
 
 
 def test_a_disk_that_fails_ends_the_harvest_alone(tmp_path, caplog):

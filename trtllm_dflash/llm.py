@@ -262,7 +262,7 @@ class LLM:
             scheduler = Scheduler(self.session, draft)
             scheduler.submit(sequence)
             turn = self._turn = object()
-        while scheduler.busy:
+        while not sequence.done:  # what was launched ahead of its end nobody waits for
             with self._alone():
                 if self._turn is not turn:
                     raise RequestError(

@@ -165,6 +165,16 @@ def test_a_failed_step_fails_its_requests_and_the_next_one_works(model, monkeypa
     assert not model.ended
 
 
+def test_a_request_that_a_fault_of_ours_ends_is_not_kept(model, monkeypatch):
+    with monkeypatch.context() as broken:
+        broken.setattr(model._service, "submit", lambda *_, **__: 1 / 0)
+        failing = request(8)
+        model.execute([failing])
+        assert failing.sender.last().error.code == TritonError.INTERNAL
+    wait_until(lambda: not model._replies, "nothing waits for its reply")
+    assert not model._outbox._watched
+
+
 def test_an_engine_that_fails_every_step_ends_the_process_once_all_are_answered(model, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(model._llm.session, "run", lambda *_: 1 / 0)

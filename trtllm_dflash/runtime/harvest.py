@@ -4,6 +4,7 @@ No text, no user, no time: but token ids are what the text was, for whoever has 
 unless its folder is named, the file is its owner's alone, and there is a share of the replies and a size at most.
 """
 
+import errno
 import json
 import logging
 import os
@@ -48,11 +49,13 @@ class Harvest:
         row = {"prompt_ids": sequence.prompt_ids, "reply_ids": sequence.token_ids}
         line = json.dumps(row, separators=(",", ":")).encode() + b"\n"
         try:
-            if self._file.tell() + len(line) > self._most:
+            before = self._file.tell()
+            if before + len(line) > self._most:
                 self.close()
                 _log.info("harvest: %s has its %d MB; no more is taken", self._file.name, self._most // 10**6)
-            else:
-                self._file.write(line)
+            elif self._file.write(line) < len(line):  # what a disk says that has become full
+                self._file.truncate(before)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self.close()
             _log.warning("harvest: ends, for it cannot be written (%s)", error.strerror)

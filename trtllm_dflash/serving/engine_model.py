@@ -175,6 +175,9 @@ class EngineModel:
         except DFlashError as error:
             refusal = Update(error=fields.refusal_of(error))
             self._outbox.put(lambda: self._send(reply, refusal))
+        except Exception:  # a fault of ours: who asked is told, and nothing waits for a reply
+            self._outbox.put(lambda: self._end(reply))
+            raise
 
     def _refuse(self, sender: Any, error: Exception, coded: bool) -> None:
         if not isinstance(error, DFlashError):
