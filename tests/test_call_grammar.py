@@ -225,6 +225,7 @@ def test_one_of_several_texts_or_null_is_held_to_them(chat_format):
 
 def test_what_is_not_strict_is_held_as_far_as_can_be(vocabulary):
     schema = {"properties": {"a": {"type": "string", "pattern": "b"}, "n": {"not": {"const": 1}, "type": "integer"}}}
+    schema["properties"]["c"] = {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^(?!x)a"}]}
     for chat_format in FORMATS:
         source = call_grammar(chat_format, [Callee("f", schema, strict=False)], must=True)
         assert vocabulary(chat_format).allows(source, written(chat_format, "f", {"a": "b", "n": 2}))

@@ -7,6 +7,7 @@ from typing import Literal, Optional
 
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from tokenizers import Tokenizer
 
 from tests.conftest import TINY
 from tests.family_checks import on_ranks
@@ -18,6 +19,7 @@ from trtllm_dflash.runtime.intake import Intake
 from trtllm_dflash.runtime.prefill_budget import FixedPrefillBudget
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.text.grammar import Grammar, Grammars, Plan
+from trtllm_dflash.text.reply.held_schema import FORMATS, held
 
 
 class Exact(BaseModel):
@@ -378,6 +380,50 @@ def test_a_schema_that_is_true_allows_any_value_and_one_that_is_false_none(gramm
 
 
 @pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "string", "format": "password", "minLength": 2}}},
+        {"items": {"anyOf": [{"propertyNames": {"type": "string"}, "additionalProperties": {"type": "boolean"}}]}},
+        {"type": "array", "uniqueItems": False},
+        {"properties": {"format": {"const": {"format": "path"}}, "propertyNames": {"type": "string"}}},
+    ],
+)
+def test_what_holds_a_value_to_nothing_is_left_out(grammars, schema):
+    """As Zod and pydantic write it. What the reply is held to stays."""
+    assert grammars.compile("json_schema", schema)
+    assert held({"format": "uuid", **schema})["format"] == "uuid"
+    kept = held({"properties": {"a": {"format": "path", "const": {"format": "path"}}}})
+    assert kept == {"properties": {"a": {"const": {"format": "path"}}}}
+
+
+def test_formats_are_those_that_the_library_knows(grammars):
+    for format in (*FORMATS, "unheard-of"):
+        schema = {"type": "string", "format": format}
+        problem = grammars._matcher("grammar", "start: %json " + json.dumps(schema)).get_error()
+        assert ("Unknown format" in problem) == (format not in FORMATS)
+
+
+def test_texts_that_look_like_special_tokens_stay_texts(loaded):
+    name = "<|im_end|>"
+    schema = {"type": "object", "properties": {name: {"const": "<|endoftext|>"}}, "required": [name]}
+    for kind, value, text in (
+        ("choice", [name], name),
+        ("choice", ["<|endoftext|>"], "<|endoftext|>"),
+        ("json_schema", schema | {"additionalProperties": False}, f'{{"{name}": "<|endoftext|>"}}'),
+        ("grammar", f'start: "a" <|im_start|> "<|im_start|>" /{re.escape("<|im_start|>")}/', "a" + 2 * "<|im_start|>"),
+    ):
+        for draft in (True, False):
+            (reply,) = loaded.generate([ASK], asked(Structured(kind=kind, value=value)), draft)
+            assert (reply.text, reply.finish_reason) == (text, "stop")
+
+
+def test_a_tokenizer_may_have_tokens_that_the_model_has_no_numbers_for(tiny):
+    tokenizer = Tokenizer.from_str(tiny.codec.backend.to_str())
+    tokenizer.add_special_tokens(["<image>"])
+    assert Grammars(tokenizer, tiny.config.target.vocab_size, [2]).compile("json_object", None)
+
+
+@pytest.mark.parametrize(
     ("kind", "value", "says"),
     [
         ("json_schema", {"type": "strin"}, "#: Invalid type: strin"),
@@ -402,6 +448,12 @@ def test_a_schema_that_is_true_allows_any_value_and_one_that_is_false_none(gramm
         ("json_schema", nested(300), "json_schema: recursion limit exceeded"),
         ("json_schema", nested(100_000), "json_schema: it is nested too deeply"),
         ("json_schema", {"enum": ["x" * 70_000]}, "characters; at most 65536 are taken"),
+        (
+            "json_schema",
+            {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "\\n", "maxLength": 10**6}]},
+            "a maxLength of 1000000 is too much beside so many patterns",
+        ),
+        ("grammar", r'start: %json {"type": ["string", "null"], "\u0070attern": "a", "maxLength": 1e7}', "too much"),
         ("regex", "a(?=b)", "regex: error: look-around"),
         ("grammar", "start: foo", 'grammar: at 1(8): unknown name: "foo"'),
     ],

@@ -17,6 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from trtllm_dflash.errors import ReplyError, RequestError
+from trtllm_dflash.text.reply.held_schema import held, inner_schemas
 from trtllm_dflash.text.reply.json_space import OBJECT_SPACE, SCHEMA_SPACE, as_object
 
 #: The field of a request that a grammar comes from.
@@ -34,10 +35,11 @@ _STRAY_STEPS = 8
 #: Schemas inside a schema that are looked at for the place of an error.
 _MOST_PLACES = 64
 
-#: Places of schemas inside a schema: by name, in a list, or alone.
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_LISTED = ("anyOf", "allOf", "oneOf", "prefixItems")
-_ALONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
+#: Of a text, what its patterns and its longest `maxLength` make together: each character then takes some 20 us to
+#: compile, and nothing ends that.
+_MOST_BOUNDED = 100_000
+_PATTERN, _BOUND = re.compile(r'"pattern"\s*:'), re.compile(r'"maxLength"\s*:\s*([0-9.eE+-]+)')
+_ESCAPED = re.compile(r"\\u00([0-7][0-9a-fA-F])")
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,10 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocabulary: int, end_ids: Iterable[int]) -> None:
         self._end_ids = frozenset(end_ids)
         self._words = -(-vocabulary // 32)
-        self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocabulary, eos_token=sorted(self._end_ids))
+        described = json.loads(tokenizer.to_str())
+        self._specials = _hide_specials(described, vocabulary)
+        text = json.dumps(described)
+        self._tokenizer = LLTokenizer(text, n_vocab=vocabulary, eos_token=sorted(self._end_ids))
 
     def compile(self, kind: str, value: Any) -> Grammar:
         """Compiles a grammar; kind and value are those of `Structured`.
@@ -220,8 +225,11 @@ class Grammars:
             raise RequestError(f"{kind}: it is nested too deeply", FIELD) from None
         if len(source) > LONGEST:
             raise RequestError(f"has {len(source)} characters; at most {LONGEST} are taken", FIELD)
+        _check_bounds(kind, source)
         try:
             matcher = self._matcher(kind, value)
+        except RecursionError:
+            raise RequestError(f"{kind}: it is nested too deeply", FIELD) from None
         except ValueError as error:  # of the JSON, which the library reads by itself
             raise RequestError(f"{kind}: {_one_line(str(error))}", FIELD) from None
         problem = matcher.get_error()
@@ -235,7 +243,13 @@ class Grammars:
         return Grammar(matcher, self._tokenizer, self._end_ids, self._words)
 
     def _matcher(self, kind: str, value: Any) -> LLMatcher:
+        if kind == "grammar":
+            value = _TERM.sub(self._by_id, value)
         return LLMatcher(self._tokenizer, _SOURCES[kind](value), log_level=0)
+
+    def _by_id(self, term: re.Match[str]) -> str:
+        """Writes a special token of a grammar by its number; texts, expressions and remarks stay as they are."""
+        return f"<[{self._specials[term[0]]}]>" if term[0] in self._specials else term[0]
 
     def _place_in_rule(self, source: str, error: str) -> tuple[str, str]:
         """Finds what is wrong with a JSON schema in a grammar: its rule and the place in it, and what it is."""
@@ -259,7 +273,7 @@ class Grammars:
             tries: one for each schema that may still be looked at; others wait for their requests to be taken.
         """
         shared = {name: root[name] for name in ("$defs", "definitions") if isinstance(root, Mapping) and name in root}
-        inners = sorted(islice(_inner_schemas(schema), _MOST_PLACES), key=_refers)  # what these refer to comes first
+        inners = sorted(islice(inner_schemas(schema), _MOST_PLACES), key=_refers)  # what these refer to comes first
         for (place, inner), _ in zip(inners, tries, strict=False):
             if isinstance(inner, bool):
                 continue  # never wrong, and nothing that the library takes alone
@@ -271,13 +285,16 @@ class Grammars:
         return pointer, error
 
 
+#: In a grammar: a text, a remark or an expression, in which nothing is a special token; and what may be one.
+_TERM = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|<[^\s"<>]+>')
+
 #: The library's error of a JSON schema in a grammar: the line, and what is wrong.
 _OF_JSON = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: (.*)")
 
 _SOURCES = {
     "json_object": lambda _: LLMatcher.grammar_from_json_schema('{"type": "object"}', overrides=OBJECT_SPACE),
     "json_schema": lambda schema: LLMatcher.grammar_from_json_schema(
-        json.dumps(as_object(schema)), overrides=SCHEMA_SPACE
+        json.dumps(held(as_object(schema))), overrides=SCHEMA_SPACE
     ),
     "regex": LLMatcher.grammar_from_regex,
     "choice": lambda texts: LLMatcher.grammar_from_lark(
@@ -287,17 +304,38 @@ _SOURCES = {
 }
 
 
-def _inner_schemas(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Lists the schemas inside a schema, with the places where they are."""
-    if not isinstance(schema, Mapping):
-        return
-    for key, value in schema.items():
-        if key in _NAMED and isinstance(value, Mapping):
-            yield from ((f"{key}/{name}", inner) for name, inner in value.items())
-        elif key in _LISTED and isinstance(value, list):
-            yield from ((f"{key}/{number}", inner) for number, inner in enumerate(value))
-        elif key in _ALONE:
-            yield key, value
+def _hide_specials(tokenizer: dict[str, Any], vocabulary: int) -> dict[str, int]:
+    """Gives the special tokens of a tokenizer's JSON names that no text has: texts that are forced stay texts then.
+
+    Those that the model has no numbers for go. Returns the numbers of the others, by their own names.
+    """
+    tokenizer["added_tokens"] = [token for token in tokenizer["added_tokens"] if token["id"] < vocabulary]
+    specials = {token["content"]: token["id"] for token in tokenizer["added_tokens"] if token["special"]}
+    hidden = {name: f"\ue000{number}\ue000" for name, number in specials.items()}
+    for token in tokenizer["added_tokens"]:
+        token["content"] = hidden.get(token["content"], token["content"])
+    known = tokenizer["model"].get("vocab")
+    if isinstance(known, dict):
+        tokenizer["model"]["vocab"] = {hidden.get(name, name): number for name, number in known.items()}
+    elif isinstance(known, list):  # with the probability of each
+        tokenizer["model"]["vocab"] = [[hidden.get(name, name), chance] for name, chance in known]
+    return specials
+
+
+def _check_bounds(kind: str, source: str) -> None:
+    """Refuses long texts of patterns, which would take minutes to compile."""
+    written = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), source)
+    bounds = [_number(found) for found in _BOUND.findall(written)]
+    if bounds and len(_PATTERN.findall(written)) * max(bounds) > _MOST_BOUNDED:
+        reason = f"a maxLength of {max(bounds):.0f} is too much beside so many patterns; their product is at most"
+        raise RequestError(f"{kind}: {reason} {_MOST_BOUNDED:,}", FIELD)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.inf
 
 
 def _refers(place: tuple[str, Any]) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trtllm_dflash.errors import RequestError
+from trtllm_dflash.text.reply.held_schema import held
 from trtllm_dflash.text.reply.json_space import SCHEMA_SPACE
 
 #: Keywords of a schema that hold a value to nothing.
@@ -59,7 +60,7 @@ def json_value(schema: Any, strict: bool) -> str:
     """Writes JSON on one line that keeps to a schema; where that is not strict, as far as it can be held."""
     if not isinstance(schema, Mapping):
         return "%json " + json.dumps(schema)
-    return "%json " + json.dumps({**schema, "x-guidance": {**SCHEMA_SPACE, "lenient": not strict}})
+    return "%json " + json.dumps({**held(schema, strict), "x-guidance": {**SCHEMA_SPACE, "lenient": not strict}})
 
 
 def unheld(function: Callee, place: str) -> RequestError:

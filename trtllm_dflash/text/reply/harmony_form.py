@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from trtllm_dflash.errors import RequestError
+from trtllm_dflash.text.reply.held_schema import held
 from trtllm_dflash.text.reply.json_space import OBJECT_SPACE, SCHEMA_SPACE, as_object
 
 #: Thinking comes first, in as many messages as the model likes; what the reader sees is the form alone.
@@ -31,7 +32,7 @@ def harmony_form(kind: str, value: Any) -> str:
     elif kind == "json_object":
         form = "%json " + json.dumps({"type": "object", "x-guidance": OBJECT_SPACE})
     else:
-        form = "%json " + json.dumps({**as_object(value), "x-guidance": SCHEMA_SPACE})
+        form = "%json " + json.dumps({**held(as_object(value)), "x-guidance": SCHEMA_SPACE})
     return f"{_REPLY}form: {form}\n"
 
 

@@ -1,0 +1,67 @@
+"""JSON schemas as llguidance takes them: without what holds a value to nothing, which it would refuse."""
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any
+
+#: Formats that llguidance holds texts to; of others, JSON Schema makes remarks.
+FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
+
+#: Places of schemas inside a schema: by name, in a list, or alone.
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_LISTED = ("anyOf", "allOf", "oneOf", "prefixItems")
+_ALONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
+
+_ANY_NAME: tuple[object, ...] = ({}, {"type": "string"}, True)
+
+
+def held(schema: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
+    """Leaves out of a schema formats that are unknown, and what any value has; where not strict, patterns too that
+    llguidance cannot hold a text to.
+    """
+    kept: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, Mapping):
+            kept[key] = {name: _held(inner, strict) for name, inner in value.items()}
+        elif key in _LISTED and isinstance(value, list):
+            kept[key] = [_held(inner, strict) for inner in value]
+        elif key in _ALONE:
+            kept[key] = _held(value, strict)
+        else:
+            kept[key] = value
+    if isinstance(kept.get("format"), str) and kept["format"] not in FORMATS:
+        del kept["format"]
+    if kept.get("propertyNames") in _ANY_NAME:
+        del kept["propertyNames"]
+    if kept.get("uniqueItems") is False:
+        del kept["uniqueItems"]
+    if not strict and isinstance(kept.get("pattern"), str) and not _is_held(kept["pattern"]):
+        del kept["pattern"]
+    return kept
+
+
+def inner_schemas(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Lists the schemas inside a schema, with the places where they are."""
+    if not isinstance(schema, Mapping):
+        return
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, Mapping):
+            yield from ((f"{key}/{name}", inner) for name, inner in value.items())
+        elif key in _LISTED and isinstance(value, list):
+            yield from ((f"{key}/{number}", inner) for number, inner in enumerate(value))
+        elif key in _ALONE:
+            yield key, value
+
+
+def _held(schema: Any, strict: bool) -> Any:
+    return held(schema, strict) if isinstance(schema, Mapping) else schema
+
+
+@lru_cache
+def _is_held(pattern: str) -> bool:
+    """Whether llguidance holds a text to a pattern."""
+    from llguidance import LLMatcher, LLTokenizer  # what few requests need
+
+    text = json.dumps({"type": "string", "pattern": pattern})
+    return not LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_json_schema(text), log_level=0).get_error()
