@@ -197,6 +197,8 @@ def test_without_tools_all_is_content(chat_format, text, places):
         ("qwen3", "a\n<tool_call>\nnot JSON\n</tool_call>\n"),
         ("qwen3", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
         ("qwen3", '<tool_call>\n{"name": "write"'),
+        ("qwen3", '<tool_call>\n{"arguments": {"a": 1}, "name": 5}\n</tool_call>'),
+        ("qwen3", '<tool_call>\n{"arguments": {"a": 1}, "na'),
         ("qwen3", "write `<tool_call"),
         ("qwen3-coder", "<tool_call>\nno function\n</tool_call>"),
         ("qwen3-coder", "<function=unknown>\n</function>"),
@@ -219,6 +221,29 @@ def test_without_tools_all_is_content(chat_format, text, places):
 )
 def test_what_is_no_call_is_content_as_it_stands(chat_format, text):
     assert parsed(chat_format, list(text)) == [Part("content", text)]
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments"),
+    [
+        ('{"arguments": {"a": [1, "}"]}, "name": "now"}', {"a": [1, "}"]}),
+        ('{ "parameters" :{"a":{}}, "id": "1", "name": "now" }', {"a": {}}),
+        ('{"id": 1, "name": "now", "arguments": {"a": 1}}', {"a": 1}),
+        ('{"name": "now", "arguments": null}', {}),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_calls_in_other_orders_are_calls(call, arguments, size):
+    text = f"Now.\n<tool_call>\n{call}\n</tool_call>"
+    parts = parsed("qwen3", [text[at : at + size] for at in range(0, len(text), size)])
+    assert calls_of(parts) == [("now", arguments)] and text_of(parts).strip() == "Now."
+
+
+def test_halves_of_a_character_are_no_names_and_stay_escapes_in_values():
+    text = '<tool_call>\n{"name": "now\\ud83d", "arguments": {}}\n</tool_call>'
+    assert parsed("qwen3", [text]) == [Part("content", text)]
+    parts = parsed("gemma4", ['<|tool_call>call:now{a:"x\\ud83d"}<tool_call|>'])
+    assert "".join(part.text for part in parts).encode() and calls_of(parts) == [("now", {"a": "x\ud83d"})]
 
 
 def test_arguments_are_handed_on_as_they_are_written():

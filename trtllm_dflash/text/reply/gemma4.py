@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from trtllm_dflash.text.reply.json_call import is_text
 from trtllm_dflash.text.reply.parts import TextParser, held, without_newlines
 
 CHANNEL, CHANNEL_END = "<|channel>", "<channel|>"
@@ -359,7 +360,7 @@ def _scalar(written: str) -> str:
         value = json.loads(written, strict=False, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return json.dumps(written, ensure_ascii=False)
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else written
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) and is_text(value) else written
 
 
 def _refuse_constant(name: str) -> None:

@@ -7,11 +7,17 @@ from typing import Any
 from trtllm_dflash.text.reply.parts import Part
 
 _STRING = r'"(?:[^"\\]|\\.)*"'
-_PAIRS = rf'\s*\{{\s*(?:"(?:name|type|id)"\s*:\s*{_STRING}\s*,\s*)*'
+_VALUE = rf"(?:{_STRING}|-?[0-9]+|null)"
+_PAIRS = rf'\s*\{{\s*(?:"(?:name|type|id)"\s*:\s*{_VALUE}\s*,\s*)*'
 #: Up to the arguments, which Llama calls parameters; or the whole of a call that has none.
 _HEAD = re.compile(rf'{_PAIRS}"(?:arguments|parameters)"\s*:\s*(?=\{{)', re.DOTALL)
-_WITHOUT_ARGUMENTS = re.compile(rf'{_PAIRS}"(?:name|type|id)"\s*:\s*{_STRING}\s*\}}', re.DOTALL)
+_WITHOUT_ARGUMENTS = re.compile(
+    rf'{_PAIRS}(?:"(?:name|type|id)"\s*:\s*{_VALUE}|"(?:arguments|parameters)"\s*:\s*null)\s*\}}', re.DOTALL
+)
 _FIRST_KEYS = ('{"name"', '{"type"', '{"id"')
+#: Of a call whose arguments come before its name, which is read once it is whole.
+_ARGUMENTS_FIRST = re.compile(r'\s*\{\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_LAST_KEYS = ('{"arguments"', '{"parameters"')
 _LONGEST_HEAD = 1024  # characters before the arguments
 _OUTSIDE_STRINGS = frozenset('{}[]:,"+-.0123456789truefalsn \t\r\nE')
 
@@ -65,7 +71,9 @@ class JsonCall:
 
     def __init__(self) -> None:
         self._head = ""
+        self._looked = 0  # characters of it, by `_whole`
         self.begun = False
+        self._whole = JsonObject()  # where its arguments come first
         self._arguments = JsonObject()
         self._tail = JsonObject(depth=1)
         self.refused = False
@@ -101,26 +109,58 @@ class JsonCall:
 
     def _read_head(self, parts: list[Part]) -> None:
         """Reads `{"name": "f", "arguments": `; what follows stays in the head."""
+        first = _ARGUMENTS_FIRST.match(self._head)
+        if first is not None:
+            self._read_whole(parts, first.end())
+            return
         whole = _WITHOUT_ARGUMENTS.match(self._head)
         head = whole or _HEAD.match(self._head)
         if head is None:
             begun = "".join(self._head[:_LONGEST_HEAD].split())
-            possible = any(begun.startswith(keys) or keys.startswith(begun) for keys in _FIRST_KEYS)
+            possible = any(begun.startswith(keys) or keys.startswith(begun) for keys in _FIRST_KEYS + _LAST_KEYS)
             self.refused = not possible or len(self._head) > _LONGEST_HEAD
             return
         try:
             name = json.loads(head[0] if whole else head[0] + "{}}", strict=False).get("name")
         except ValueError:
             name = None
-        self.refused = not name
+        self.refused = not is_text(name)
         if self.refused:
             return
-        self.begun = True
-        self._head = self._head[head.end() :]
-        parts.append(Part("call", name))
+        self._begin(parts, name, head.end())
         if whole:
-            parts.append(Part("arguments", "{}"))
-            self._arguments.done = self._tail.done = True
+            self._end(parts, "{}")
+
+    def _read_whole(self, parts: list[Part], start: int) -> None:
+        """Reads `{"arguments": {...}, "name": "f"}` once it is whole; its arguments begin at `start`."""
+        end = self._whole.push(self._head[self._looked :])
+        self._looked, end = len(self._head), self._looked + end
+        if not self._whole.done:
+            return
+        try:
+            name = json.loads(self._head[:end], strict=False).get("name")
+        except (ValueError, RecursionError):
+            name = None
+        self.refused = not is_text(name)
+        if self.refused:
+            return
+        written = self._head[start : start + JsonObject().push(self._head[start:])]
+        self._begin(parts, name, end)
+        self._end(parts, written)
+
+    def _begin(self, parts: list[Part], name: str, end: int) -> None:
+        self.begun = True
+        self._head = self._head[end:]
+        parts.append(Part("call", name))
+
+    def _end(self, parts: list[Part], arguments: str) -> None:
+        parts.append(Part("arguments", arguments))
+        self._arguments.done = self._tail.done = True
+
+
+def is_text(value: object) -> bool:
+    """Whether a value that was read of JSON is a text, and not empty: escapes may write halves of a character."""
+    return isinstance(value, str) and value != "" and not any("\ud800" <= one <= "\udfff" for one in value)
 
 
 def begun_object(text: str) -> dict[str, Any]:
