@@ -123,6 +123,13 @@ def test_penalties_and_forms_are_those_of_the_engine(api, tiny):
         reply = api.chat.completions.create(model="tiny", messages=STORY, temperature=0, max_tokens=40, **asked)
         assert reply.choices[0].message.content == plain.text
     assert json.loads(plain.text)["kind"] in ("fox", "owl")
+    flat = {"type": "json_schema", "strict": True, **form["json_schema"]}
+    asked = {"model": "tiny", "input": STORY, "temperature": 0, "max_output_tokens": 40, "text": {"format": flat}}
+    response = api.responses.create(**asked, metadata={"a": "b"})
+    assert response.output_text == plain.text
+    assert response.text.format.to_dict() == flat | {"description": None} and response.metadata == {"a": "b"}
+    *_, last = api.responses.create(**asked, stream=True)
+    assert last.response.output_text == plain.text
     wrong = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"properties": {"a": {"type": 5}}}}}
     with pytest.raises(openai.BadRequestError, match="response_format: #/properties/a: ") as refusal:
         api.chat.completions.create(model="tiny", messages=STORY, response_format=wrong)

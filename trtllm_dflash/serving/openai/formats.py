@@ -1,13 +1,16 @@
-"""Forms that a client can hold a reply to: OpenAI's `response_format`, and vLLM's `structured_outputs`."""
+"""Forms that a client can hold a reply to: OpenAI's `response_format` and `text.format`, and vLLM's own."""
 
+import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from typing_extensions import Self
 
 from trtllm_dflash.runtime.structured import MOST_CHOICES, Structured
 from trtllm_dflash.serving.openai.errors import ApiError
 from trtllm_dflash.serving.openai.json_fields import JsonFields
+from trtllm_dflash.serving.openai.messages import asked_of
 
 
 class JsonSchema(BaseModel):
@@ -44,6 +47,52 @@ class ResponseFormat(BaseModel):
         return Structured(kind=self.type, value=self.json_schema and self.json_schema.json_schema)
 
 
+class TextFormat(BaseModel):
+    """OpenAI's `text.format` of responses: `response_format`, with the schema's fields beside its type."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    json_schema: Annotated[JsonFields | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            message = "text.format.schema: of the type json_schema, and of no other"
+            raise ApiError(400, message, "text.format.schema")
+        return self
+
+    @property
+    def structured(self) -> Structured | None:
+        """The form of the reply; None of a text."""
+        return None if self.type == "text" else Structured(kind=self.type, value=self.json_schema)
+
+    def body(self) -> dict[str, Any]:
+        """Makes what a response repeats of it."""
+        return self.model_dump(by_alias=True) if self.type == "json_schema" else {"type": self.type}
+
+
+#: Of `structured_outputs`, what is not done here, with the values that ask for nothing of it. Null always does.
+_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    "disable_additional_properties": (False,),
+    "disable_any_whitespace": (False,),
+    "disable_fallback": (False, True),
+    "structural_tag": (),
+    "whitespace_pattern": (),
+}
+
+
+def _parsed(schema: object) -> object:
+    """Reads a schema that may be written as a text of JSON."""
+    try:
+        return json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError):
+        return schema
+
+
 class StructuredOutputs(BaseModel):
     """vLLM's `structured_outputs`: one of them at most.
 
@@ -54,13 +103,18 @@ class StructuredOutputs(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    json_schema: Annotated[JsonFields | None, Field(alias="json")] = None
+    json_schema: Annotated[JsonFields | None, BeforeValidator(_parsed), Field(alias="json")] = None
     json_object: bool | None = None
     regex: str | None = None
     choice: (
         Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MOST_CHOICES)] | None
     ) = None
     grammar: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, values: object) -> object:
+        return asked_of(values, _UNSUPPORTED, frozenset(), "structured_outputs.")
 
     @model_validator(mode="after")
     def _one(self) -> Self:

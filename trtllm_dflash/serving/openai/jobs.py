@@ -81,7 +81,7 @@ class Choice:
         if piece.prompt_logprobs or alone:
             first, *others = self.request.token_ids
             self._scored_prompt = [Scored(first, None), *map(Scored, others, piece.prompt_logprobs)]
-        return Added(shown, self._scored(piece))
+        return Added(shown, self._scored(piece), self.usage)
 
     def _scored(self, piece: Piece) -> list[Scored]:
         scored = [Scored(token, its) for token, its in zip(piece.token_ids, piece.logprobs, strict=False)]

@@ -32,9 +32,9 @@ def _text_of(content: object) -> object:
     texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
+        if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
             raise PydanticCustomError("content_part", "only parts of type text, with a text, are supported")
-        texts.append(part["text"])
+        texts.append(part[kind])
     return "\n".join(texts)
 
 
@@ -106,7 +106,10 @@ class Message(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _supported(cls, values: object) -> object:
-        return asked_of(values, UNSUPPORTED_IN_MESSAGE, _IGNORED_IN_MESSAGE, "messages.")
+        asked = asked_of(values, UNSUPPORTED_IN_MESSAGE, _IGNORED_IN_MESSAGE, "messages.")
+        if isinstance(asked, dict) and "reasoning" in asked:  # vLLM's newer name
+            asked.setdefault("reasoning_content", asked.pop("reasoning"))
+        return asked
 
     @model_validator(mode="after")
     def _whole(self) -> "Message":
@@ -168,12 +171,22 @@ class Function(BaseModel):
         return {"type": "function", "function": function}
 
 
+def _is_function(kind: object) -> object:
+    if isinstance(kind, str) and kind != "function":
+        raise PydanticCustomError("tool", "only functions are taken, not {kind}", {"kind": repr(kind[:64])})
+    return kind
+
+
+#: Of a tool: of others, the kind is what is worth telling.
+ToolKind = Annotated[Literal["function"], BeforeValidator(_is_function)]
+
+
 class Tool(BaseModel):
     """A tool of a chat: a function."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    type: Literal["function"]
+    type: ToolKind
     function: Function
 
 

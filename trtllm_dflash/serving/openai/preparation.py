@@ -156,11 +156,13 @@ class Preparation:
         arguments = {**self._effort(asked.reasoning.effort, "reasoning.effort"), **asked.chat_template_kwargs}
         ids = self._conversation(asked.messages(), "input", arguments, offer.functions)
         self._check_effort(asked.reasoning.effort, "reasoning.effort", ids)
+        self._check_structured(asked, ids, offer.functions)
         limit = asked.max_output_tokens or self._config.max_seq_len - len(ids)
-        request = self._request(asked, ids, limit, request_id, {"structured": self._form_of_calls(offer, ids)})
+        structured = self._form_of_calls(offer, ids) or self._form_of_reply(asked)
+        request = self._request(asked, ids, limit, request_id, {"structured": structured})
         choice = self._chat_choice(request, self._codec.parser(ids, offer.schemas), offer)
         form = ResponseForm(asked, self._name, request.params.temperature)
-        return Job((choice,), form, asked.stream, None, "tools", offer.names)
+        return Job((choice,), form, asked.stream, None, "tools" if offer.held else asked.form_field, offer.names)
 
     def tokenized(self, body: bytes) -> dict[str, object]:
         """Answers a body of /tokenize, whatever the length of its prompt: it is not to be served."""
@@ -226,7 +228,7 @@ class Preparation:
     def _form(self, asked: CommonRequest, chat: bool, logprobs: bool) -> CompletionForm:
         prompts = asked.prompt_logprobs is not None
         texts = self._texts if logprobs or prompts else None
-        return CompletionForm(self._name, chat, asked.include_usage, texts, prompts)
+        return CompletionForm(self._name, chat, asked.include_usage, texts, prompts, asked.tells_usage)
 
     def _form_of_calls(self, offer: Offer, ids: list[int]) -> Structured | None:
         """Makes the form of a reply whose calls are held to one."""
@@ -241,7 +243,7 @@ class Preparation:
             raise ApiError(400, str(error), error.field, "unsupported_value") from None
         return Structured(kind="grammar", value=source)
 
-    def _form_of_reply(self, asked: ChatRequest) -> Structured | None:
+    def _form_of_reply(self, asked: ChatRequest | ResponsesRequest) -> Structured | None:
         """Makes the form of a whole reply, of which its reader sees a part: the one that is held to what was asked."""
         if asked.structured is None or self._codec.chat_format != "harmony":
             return asked.structured
@@ -251,7 +253,9 @@ class Preparation:
         except RequestError as error:
             raise ApiError(400, f"{param}: {error.reason}", param, "unsupported_value") from None
 
-    def _check_structured(self, asked: ChatRequest, ids: list[int], functions: Sequence[Function]) -> None:
+    def _check_structured(
+        self, asked: ChatRequest | ResponsesRequest, ids: list[int], functions: Sequence[Function]
+    ) -> None:
         """Refuses a form for a reply of which only a part would be held to it."""
         if asked.structured is None:
             return
@@ -310,6 +314,9 @@ class Preparation:
         encode = self._intake.encode if serve else self._intake.encode_unserved
         try:
             return encode(prompt, chat_arguments, [function.for_template() for function in functions])
+        except LongPromptError as error:  # by these words clients know it, too
+            length = f"this model's maximum context length is {self._config.max_seq_len} tokens"
+            raise ApiError(400, f"{param}: {error.reason}; {length}", param, "context_length_exceeded") from None
         except RequestError as error:
             raise _refusal(error, param) from None
 
@@ -376,8 +383,7 @@ def _check_texts(field: str, texts: Sequence[str], most: int) -> None:
 
 
 def _refusal(error: RequestError, param: str) -> ApiError:
-    code = "context_length_exceeded" if isinstance(error, LongPromptError) else None
-    return ApiError(400, f"{param}: {error.reason}", param, code)
+    return ApiError(400, f"{param}: {error.reason}", param)
 
 
 def _with_seeds(request: TokenRequest, count: int) -> list[TokenRequest]:

@@ -13,6 +13,9 @@ from trtllm_dflash.serving.openai.logprobs import CompletionLogprobs, Scored, of
 from trtllm_dflash.text.reply.parts import Part, PartKind
 from trtllm_dflash.text.token_text import TokenTexts
 
+#: An assistant's thinking in messages and chunks: the name that most clients read, and vLLM's newer one.
+THINKING = ("reasoning_content", "reasoning")
+
 _DONE = b"data: [DONE]\n\n"
 _JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 #: What ends a line for Unicode and for some clients, and none of an event's for its standard.
@@ -70,10 +73,12 @@ class Added:
 
     Attributes:
         scored: the new tokens, where log-probabilities are asked for.
+        usage: of its choice so far.
     """
 
     parts: list[Part]
     scored: list[Scored] = field(default_factory=list)
+    usage: Usage | None = None
 
 
 @dataclass
@@ -150,6 +155,7 @@ class CompletionForm(Form):
     Args:
         model: its name.
         include_usage: the stream ends with the usage.
+        tells_usage: each chunk has its choice's usage so far, as vLLM's `continuous_usage_stats`.
         texts: of tokens, where log-probabilities are asked for.
         prompts: with those of the prompts, as vLLM has them.
     """
@@ -161,20 +167,23 @@ class CompletionForm(Form):
         include_usage: bool = False,
         texts: TokenTexts | None = None,
         prompts: bool = False,
+        tells_usage: bool = False,
     ) -> None:
         self._tokens = texts
         self._prompts = prompts
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._chat = chat
         self._include_usage = include_usage
+        self._tells_usage = tells_usage
+        self._usage: Usage | None = None  # of the choice whose chunks are made
         self._head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
             "object": "chat.completion.chunk" if chat else "text_completion",
             "created": int(time.time()),
             "model": model,
         }
-        self._texts = {"thinking": "reasoning_content", "content": "content" if chat else "text"}
-        self._around: dict[tuple[int, str], tuple[bytes, bytes]] = {}  # a piece of text, in its event
+        self._texts = {"thinking": THINKING, "content": ("content" if chat else "text",)}
+        self._around: dict[tuple[int, tuple[str, ...]], list[bytes]] = {}  # the places of a piece of text, in its event
         self._calls: dict[int, int] = {}  # of each choice, so far
 
     def whole(self, replies: list[Reply], usage: Usage) -> dict[str, object]:
@@ -191,9 +200,11 @@ class CompletionForm(Form):
         return {**self._head, **kind, "choices": choices, "usage": usage.body()}
 
     def opening(self, index: int) -> bytes:
+        self._usage = None
         return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}) if self._chat else b""
 
     def added(self, index: int, added: Added) -> bytes:
+        self._usage = added.usage
         if not added.scored:
             return b"".join(self._part(index, part) for part in added.parts)
         # With the first text, or with none: not all that the tokens stand for may be known yet.
@@ -223,8 +234,7 @@ class CompletionForm(Form):
 
     def _part(self, index: int, part: Part) -> bytes:
         if part.kind in self._texts:
-            before, after = self._text_event(index, self._texts[part.kind])
-            return before + _json(part.text) + after
+            return _json(part.text).join(self._text_event(index, self._texts[part.kind]))
         if part.kind == "call":
             self._calls[index] = self._calls.get(index, 0) + 1
             call = Call(part.text)
@@ -233,14 +243,21 @@ class CompletionForm(Form):
             said = {"function": {"arguments": part.text}}
         return self._chunk(index, {"delta": {"tool_calls": [{"index": self._calls[index] - 1, **said}]}})
 
-    def _text_event(self, index: int, name: str) -> tuple[bytes, bytes]:
-        """Makes the event of a piece of text, before the text and after it: all else is the same in each."""
-        if (index, name) not in self._around:
-            empty = self._chunk(index, {"delta": {name: ""}} if self._chat else {name: ""})
-            # Inside a string, the model's name say, quotes are escaped: this is found once.
-            before, colon, after = empty.partition(f'"{name}":'.encode())
-            self._around[index, name] = before + colon, after.removeprefix(b'""')
-        return self._around[index, name]
+    def _text_event(self, index: int, names: tuple[str, ...]) -> list[bytes]:
+        """Makes the event of a piece of text, around the places of it: all else is the same in each, but its usage."""
+        around = self._around.get((index, names))
+        if around is None:
+            said: dict[str, object] = dict.fromkeys(names, "")
+            around, rest = [], self._chunk(index, {"delta": said} if self._chat else said)
+            for name in names:
+                # Inside a string, the model's name say, quotes are escaped: this is found once.
+                before, colon, rest = rest.partition(f'"{name}":'.encode())
+                around.append(before + colon)
+                rest = rest.removeprefix(b'""')
+            around.append(rest)
+            if not self._tells_usage:
+                self._around[index, names] = around
+        return around
 
     def _chunk(
         self,
@@ -250,14 +267,15 @@ class CompletionForm(Form):
         logprobs: dict[str, object] | None = None,
     ) -> bytes:
         choice = {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason}
-        usage = {"usage": None} if self._include_usage else {}
+        so_far = self._usage.body() if self._tells_usage and self._usage is not None else None
+        usage = {"usage": so_far} if self._include_usage or self._tells_usage else {}
         return event({**self._head, "choices": [choice], **usage})
 
 
 def _message(reply: Reply) -> dict[str, object]:
     message: dict[str, object] = {"role": "assistant", "content": reply.content, "refusal": None}
     if reply.thinking:
-        message["reasoning_content"] = reply.thinking
+        message |= dict.fromkeys(THINKING, reply.thinking)
     if reply.calls:
         message["content"] = reply.content or None
         message["tool_calls"] = [

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -53,6 +53,8 @@ IGNORED = frozenset(
         "prompt_cache_key",
         "prompt_cache_retention",
         "prompt_cache_options",
+        "request_id",
+        "cache_salt",
     }
 )
 
@@ -66,6 +68,31 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
+    # vLLM's
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1.0,),
+    "use_beam_search": (False,),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "vllm_xargs": ({},),
+}
+#: Likewise, of chats and of completions alone.
+_UNSUPPORTED_IN_CHAT: Mapping[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "include_reasoning": (True,),
+}
+_UNSUPPORTED_IN_COMPLETION: Mapping[str, tuple[object, ...]] = {"add_special_tokens": (True,)}
+#: Of /tokenize, where `add_special_tokens` is taken.
+_UNSUPPORTED_IN_TOKENIZE: Mapping[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
 }
 
 #: Names under which other servers take LoRA adapters.
@@ -111,6 +138,12 @@ class StreamOptions(BaseModel):
 
     include_usage: bool = False
     include_obfuscation: bool = False  # ignored
+    continuous_usage_stats: bool = False  # vLLM's: in each chunk, too
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, values: object) -> object:
+        return asked_of(values, {}, frozenset(), "stream_options.")
 
 
 class GenerationRequest(BaseModel):
@@ -153,6 +186,8 @@ class CommonRequest(GenerationRequest):
         prompt_logprobs: log-probabilities of the prompt's tokens, and of so many likely ones in the place of each.
     """
 
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = UNSUPPORTED
+
     stream_options: StreamOptions | None = None
     max_tokens: MaxTokens | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] = 1
@@ -170,7 +205,7 @@ class CommonRequest(GenerationRequest):
     @model_validator(mode="before")
     @classmethod
     def _supported(cls, values: object) -> object:
-        asked = asked_of(values, UNSUPPORTED, IGNORED, "")
+        asked = asked_of(values, cls.unsupported, IGNORED, "")
         if isinstance(asked, dict) and "stream_options" in asked and asked.get("stream") is not True:
             raise ApiError(400, "stream_options: only with stream: true", "stream_options")
         return asked
@@ -200,6 +235,11 @@ class CommonRequest(GenerationRequest):
         """Whether the stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def tells_usage(self) -> bool:
+        """Whether each chunk of the stream has the usage so far."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
 
 class CompletionRequest(CommonRequest):
     """The body of /v1/completions. Each prompt has choices of its own.
@@ -209,6 +249,8 @@ class CompletionRequest(CommonRequest):
         best_of: replies to each prompt, of which the `n` likeliest are choices; None: `n`.
         echo: the reply repeats the prompt, with its log-probabilities where they are asked for.
     """
+
+    unsupported = {**UNSUPPORTED, **_UNSUPPORTED_IN_COMPLETION}
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompt_list)]
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
@@ -253,6 +295,8 @@ class ChatRequest(CommonRequest):
             that has no variable and always thinks takes none.
     """
 
+    unsupported = {**UNSUPPORTED, **_UNSUPPORTED_IN_CHAT}
+
     messages: Annotated[list[Message], FailFast(), Field(min_length=1)]  # 4 MB can hold a million faulty ones
     max_completion_tokens: MaxTokens | None = None
     chat_template_kwargs: JsonFields = Field(default_factory=dict)
@@ -290,6 +334,11 @@ class TokenizeRequest(BaseModel):
     messages: Annotated[list[Message], FailFast()] = []
     tools: Tools = []
     chat_template_kwargs: JsonFields = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _supported(cls, values: object) -> object:
+        return asked_of(values, _UNSUPPORTED_IN_TOKENIZE, frozenset(), "")
 
     @model_validator(mode="after")
     def _one_of_them(self) -> "TokenizeRequest":

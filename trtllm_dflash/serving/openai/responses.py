@@ -10,7 +10,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fail
 from pydantic_core import PydanticCustomError
 
 from trtllm_dflash.runtime.request import MaxTokens
+from trtllm_dflash.runtime.structured import Structured
 from trtllm_dflash.serving.openai.errors import ApiError
+from trtllm_dflash.serving.openai.formats import TextFormat
 from trtllm_dflash.serving.openai.json_fields import JsonFields
 from trtllm_dflash.serving.openai.messages import (
     IGNORED_IN_CALL,
@@ -21,6 +23,7 @@ from trtllm_dflash.serving.openai.messages import (
     FunctionName,
     ToolCall,
     ToolChoice,
+    ToolKind,
     asked_of,
 )
 from trtllm_dflash.serving.openai.requests import GenerationRequest
@@ -29,7 +32,6 @@ from trtllm_dflash.serving.openai.requests import GenerationRequest
 IGNORED = frozenset(
     {
         "user",
-        "metadata",
         "client_metadata",
         "service_tier",
         "safety_identifier",
@@ -64,14 +66,17 @@ def _text_of(content: object) -> object:
     """Reads a text: a string, or a list of parts of text, which become lines."""
     if not isinstance(content, list):
         return content
-    texts = [part.get("text") if isinstance(part, dict) else None for part in content]
-    kinds = [part.get("type") for part in content if isinstance(part, dict)]
+    kinds = [part.get("type") if isinstance(part, dict) else None for part in content]
+    texts = [
+        part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+        for part, kind in zip(content, kinds, strict=True)
+    ]
     if any(not isinstance(text, str) for text in texts) or any(kind not in _TEXT_PARTS for kind in kinds):
         raise PydanticCustomError("content_part", "only parts of text are supported: {parts}", {"parts": _PARTS})
     return "\n".join(texts)  # type: ignore[arg-type]  # just looked at
 
 
-_TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "text")
+_TEXT_PARTS = ("input_text", "output_text", "reasoning_text", "text", "refusal")
 _PARTS = ", ".join(_TEXT_PARTS)
 _Text = Annotated[str, BeforeValidator(_text_of)]
 
@@ -135,11 +140,17 @@ Item = Annotated[
 
 
 def _items_of(given: object) -> object:
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    for at, item in enumerate(given if isinstance(given, list) else ()):
+        if isinstance(item, dict) and item.get("type") == "item_reference":
+            message = f"input.{at}: items are not stored here; send the item itself, as clients do with store: false"
+            raise ApiError(400, message, f"input.{at}", "unsupported_value")
+    return given
 
 
 class _Kind(BaseModel):
-    type: Literal["function"]
+    type: ToolKind
 
 
 class ResponseTool(Function, _Kind):  # the kind is looked at first: of other tools, nothing else is worth telling
@@ -166,14 +177,16 @@ class Reasoning(BaseModel):
 
 
 class TextConfig(BaseModel):
-    """The form of the reply's text, of which there is one: text."""
+    """The form of the reply's text."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    format: TextFormat = TextFormat()
 
     @model_validator(mode="before")
     @classmethod
     def _supported(cls, values: object) -> object:
-        return asked_of(values, {"format": ({"type": "text"},), "verbosity": ("medium",)}, frozenset(), "text.")
+        return asked_of(values, {"verbosity": ("medium",)}, frozenset(), "text.")
 
 
 class ResponsesRequest(GenerationRequest):
@@ -187,6 +200,7 @@ class ResponsesRequest(GenerationRequest):
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
     text: TextConfig = TextConfig()
+    metadata: JsonFields = Field(default_factory=dict)
     chat_template_kwargs: JsonFields = Field(default_factory=dict)
 
     @model_validator(mode="before")
@@ -197,6 +211,16 @@ class ResponsesRequest(GenerationRequest):
             if isinstance(asked, dict) and asked.pop(name, False) is not False:
                 raise ApiError(400, f"{name}: {reason}", name, "unsupported_value")
         return asked
+
+    @property
+    def structured(self) -> Structured | None:
+        """The form that the reply is held to."""
+        return self.text.format.structured
+
+    @property
+    def form_field(self) -> str:
+        """The field that the form comes from."""
+        return "text.format"
 
     def messages(self) -> list[dict[str, Any]]:
         """Converts the conversation for chat templates."""

@@ -1,0 +1,116 @@
+"""Fields of the OpenAI API as clients of today write and read them, without a server."""
+
+import json
+
+import pytest
+
+from trtllm_dflash.serving.openai.errors import ApiError
+from trtllm_dflash.serving.openai.replies import Added, CompletionForm, Reply, Usage
+from trtllm_dflash.serving.openai.requests import ChatRequest, CompletionRequest, TokenizeRequest, parse
+from trtllm_dflash.serving.openai.responses import ResponsesRequest
+from trtllm_dflash.text.reply.parts import Part
+
+ASKED = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+
+#: What other servers' clients send that asks for nothing.
+NEUTRAL: dict[str, object] = {
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+}
+NEUTRAL |= {"length_penalty": 1, "use_beam_search": False, "return_token_ids": False, "vllm_xargs": {}}
+NEUTRAL |= {"return_tokens_as_token_ids": False, "request_id": "a", "cache_salt": "b", "best_of": 1, "echo": False}
+IN_CHAT: dict[str, object] = {
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "include_reasoning": True,
+    "documents": [],
+}
+IN_CHAT |= {"add_special_tokens": False}
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "neutral"),
+    [
+        (ChatRequest, ASKED, NEUTRAL | IN_CHAT),
+        (CompletionRequest, {"model": "tiny", "prompt": "a"}, NEUTRAL | {"add_special_tokens": True}),
+        (TokenizeRequest, ASKED, {"add_generation_prompt": True, "continue_final_message": False}),
+        (
+            ChatRequest,
+            ASKED,
+            {"structured_outputs": {"regex": "a", "whitespace_pattern": None, "disable_fallback": True}},
+        ),
+        (ChatRequest, ASKED, {"stream": True, "stream_options": {"include_usage": None}}),
+    ],
+)
+def test_what_asks_for_nothing_is_taken(kind, body, neutral):
+    parse(kind, json.dumps(body | neutral).encode())
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"skip_special_tokens": False},
+        {"use_beam_search": True},
+        {"length_penalty": 2.0},
+        {"continue_final_message": True},
+        {"best_of": 2},
+        {"add_special_tokens": True},
+        {"structured_outputs": {"json": "{}", "disable_any_whitespace": True}},
+    ],
+)
+def test_what_asks_for_something_else_is_refused_by_name(more):
+    with pytest.raises(ApiError) as refusal:
+        parse(ChatRequest, json.dumps(ASKED | more).encode())
+    assert refusal.value.param.startswith(next(iter(more)))
+
+
+def test_a_schema_may_be_a_text_of_json():
+    asked = parse(ChatRequest, json.dumps(ASKED | {"structured_outputs": {"json": '{"type": "object"}'}}).encode())
+    assert asked.structured.value == {"type": "object"}
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_thinking_goes_back_under_either_name(name):
+    message = {"role": "assistant", "content": "y", name: "hm"}
+    asked = parse(ChatRequest, json.dumps({"model": "tiny", "messages": [message]}).encode())
+    assert asked.messages[0].for_template()["reasoning_content"] == "hm"
+    assert set(message) - {name} == {"role", "content"}
+
+
+def test_a_refusal_s_part_is_text_as_what_is_sent_back_has_it():
+    said = [{"type": "refusal", "refusal": "no"}]
+    messages = [{"role": "assistant", "content": said}]
+    assert parse(ChatRequest, json.dumps({"model": "tiny", "messages": messages}).encode()).messages[0].content == "no"
+    body = {"model": "tiny", "input": [{"type": "message", "role": "assistant", "content": said}]}
+    assert parse(ResponsesRequest, json.dumps(body).encode()).input[0].content == "no"
+
+
+def test_thinking_is_told_under_both_names_whole_and_streamed():
+    thought = "hm “\u2028”"
+    message = CompletionForm("m", True).whole([Reply(thinking=thought, content="y")], Usage(1))["choices"][0]["message"]
+    assert message["reasoning"] == message["reasoning_content"] == thought
+    form = CompletionForm('"reasoning":""', True)
+    for _ in range(2):
+        (chunk,) = chunks(form.added(0, Added([Part("thinking", thought)])))
+        assert chunk["choices"][0]["delta"] == {"reasoning": thought, "reasoning_content": thought}
+        assert chunk["model"] == '"reasoning":""'
+
+
+def test_each_chunk_tells_the_usage_so_far_where_that_is_asked_for():
+    told = []
+    form = CompletionForm("m", True, include_usage=True, tells_usage=True)
+    for tokens in (2, 5):
+        usage = Usage(7, completion_tokens=tokens)
+        told += chunks(form.added(0, Added([Part("content", "a"), Part("call", "f")], usage=usage)))
+    told += chunks(form.ending(0, "stop") + form.opening(1))
+    counts = [chunk["usage"] and chunk["usage"]["completion_tokens"] for chunk in told]
+    assert counts == [2, 2, 5, 5, 5, None]
+    assert [chunk["choices"][0]["delta"].get("content") for chunk in told] == ["a", None, "a", None, None, ""]
+    (plain,) = chunks(CompletionForm("m", True, include_usage=True).added(0, Added([Part("content", "a")])))
+    assert plain["usage"] is None
+
+
+def chunks(events: bytes) -> list[dict]:
+    """Reads the bodies of events."""
+    return [json.loads(line[len("data: ") :]) for line in events.decode().split("\n\n") if line]
