@@ -12,7 +12,7 @@ from trtllm_dflash.errors import RequestError
 from trtllm_dflash.text.grammar import Grammars
 from trtllm_dflash.text.reply.call_grammar import call_grammar
 from trtllm_dflash.text.reply.formats import markers_of
-from trtllm_dflash.text.reply.grammar_terms import Callee
+from trtllm_dflash.text.reply.grammar_terms import Callee, form_of
 from trtllm_dflash.text.reply.schema_parts import standing_alone
 
 FORMATS = ["qwen3", "qwen3-coder", "llama3", "gemma4", "minimax-m2", "kimi-k2"]
@@ -117,6 +117,22 @@ def test_calls_as_templates_write_them_are_allowed_and_others_are_not(chat_forma
         assert ok(f"Hm.</think>I book.\n{booked}{between}{now}", must=False, thinking=True)
         blank = "" if chat_format == "kimi-k2" else "\n\n"
         assert ok(f"Hm.\n</think>{blank}{now}", must=True, thinking=True)
+
+
+@pytest.mark.parametrize(("chat_format", "special"), [one for one in ALL if one[0] != "llama3"])
+def test_a_reply_that_calls_nothing_may_have_a_form(chat_format, special, vocabulary):
+    words = vocabulary(chat_format, special)
+    for kind, value, said in (
+        ("json_schema", {"properties": {"a": {"type": "integer"}}, "required": ["a"]}, '{"a": 5}'),
+        ("json_object", None, '{"a":{}}'),
+        ("choice", ["yes", "no"], "no"),
+        ("regex", "a/b+", "a/bb"),
+    ):
+        how = {"must": True, "special": words.special, "form": form_of(kind, value)}
+        source = call_grammar(chat_format, CALLEES, **how)
+        assert words.allows(source, said) and words.allows(source, written(chat_format, "book", BOOKED))
+        assert not words.allows(source, "Hello.") and not words.allows(source, said + "!")
+        assert not words.allows(source, written(chat_format, "book", {**BOOKED, "seats": 10}))
 
 
 @pytest.mark.parametrize(("chat_format", "special"), ALL)

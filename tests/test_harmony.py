@@ -334,7 +334,7 @@ def test_the_final_channel_alone_is_held_to_a_form(kind, grammars, encoding):
 
 
 def test_a_grammar_of_ones_own_has_no_place_in_harmony(codec):
-    with pytest.raises(RequestError, match="structured: grammar: not in chats of this format"):
+    with pytest.raises(RequestError, match="structured: grammar: not where a reply has calls"):
         harmony_form("grammar", "start: /a/")
 
 
@@ -384,7 +384,7 @@ def test_the_openai_api_says_the_final_channel(engine, encoding, monkeypatch):
         own = {"structured_outputs": {"grammar": "start: /a/"}}
         refused = client.post("/v1/chat/completions", json={**asked, **own})
         assert refused.status_code == 400
-        assert refused.json()["error"]["message"].startswith("structured_outputs: grammar: not in chats")
+        assert refused.json()["error"]["message"].startswith("structured_outputs: grammar: not where a reply has calls")
         plain = client.post("/v1/completions", json={"model": "gpt-oss", "prompt": [1, 2]}).json()
         assert plain["choices"][0]["text"].startswith("as the engine has it")
         # A stop string is looked for in what the reader sees, not in the thinking; the server need not go on after it.

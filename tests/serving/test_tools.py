@@ -223,6 +223,27 @@ def test_calls_that_must_be_and_are_strict_keep_to_their_schema(server, engine_o
         assert free.choices[0].message.content
 
 
+@pytest.mark.principal("qwen3")
+@pytest.mark.parametrize("chat_format", [one for one in ASKS if one != "llama3"])
+def test_what_is_no_call_keeps_to_the_form_that_is_asked_for_beside_tools(server, engine_of, chat_format):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    form = {"name": "a", "schema": schema}
+    wanted = {"response_format": {"type": "json_schema", "json_schema": form}, "tools": [BOOKING], "max_tokens": 250}
+    kinds = []
+    with gateway(engine_of(chat_format), server.grpc_url) as url:
+        api = client(url)
+        for seed in range(6):
+            asked = dict(model="tiny", messages=ASKED, temperature=1, seed=seed, **wanted)
+            said = api.chat.completions.create(**asked).choices[0].message
+            kinds.append("calls" if said.tool_calls else "form")
+            assert said.tool_calls or json.loads(said.content)["a"] in (1, 2)
+        flat = {"type": "function", **BOOKING["function"]}
+        asked = {"tools": [flat], "text": {"format": {"type": "json_schema", **form}}, "max_output_tokens": 250}
+        response = api.responses.create(model="tiny", input="Go.", temperature=0, **asked)
+    assert response.output[0].type == "function_call" or json.loads(response.output_text)["a"] in (1, 2)
+    assert "form" in kinds
+
+
 def test_what_cannot_be_kept_is_refused_by_name(engine_of, tiny_engine):
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "b"}}}
     strict = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}]
@@ -232,12 +253,18 @@ def test_what_cannot_be_kept_is_refused_by_name(engine_of, tiny_engine):
         gateway(engine_of("qwen3-coder"), nowhere) as url,
         gateway(tiny_engine, nowhere) as unknown,
         gateway(engine_of("minimax-m2", "<think>\n"), nowhere) as thinking,
+        gateway(engine_of("llama3"), nowhere) as llama,
     ):
         for at, param, more in (
             (url, "tools", {"tools": strict}),
             (url, "tool_choice", {"tool_choice": "required"}),
             (url, "tool_choice", {"tools": TOOLS, "tool_choice": named}),
-            (url, "response_format", {"tools": TOOLS, "response_format": {"type": "json_object"}}),
+            (
+                url,
+                "structured_outputs",
+                {"tools": TOOLS, "extra_body": {"structured_outputs": {"grammar": "start: /a/"}}},
+            ),
+            (llama, "response_format", {"tools": TOOLS, "response_format": {"type": "json_object"}}),
             (unknown, "tools", {"tools": TOOLS}),
             (unknown, "reasoning_effort", {"reasoning_effort": "low"}),
             (thinking, "reasoning_effort", {"reasoning_effort": "low"}),

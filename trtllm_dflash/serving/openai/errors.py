@@ -88,7 +88,8 @@ def as_api_error(
         field, colon, reason = str(error).partition(":")
         param = form_field if field == "guided_decoding_guide" else _PARAMS.get(field)
         if functions and param == form_field:
-            reason = _RULE.sub(lambda rule: f" {functions[int(rule[1])]!r}", reason)
+            param = "tools" if _RULE.search(reason) else param
+            reason = _RULE.sub(lambda rule: f" {functions[int(rule[1])]!r}", reason).replace(" form:", "", 1)
         return ApiError(400, f"{param or field}{colon}{reason}", param)
     _log.error("request %s failed", request_id, exc_info=error)
     return ApiError(500, f"the server failed; its log says why (request {request_id})", code="internal")

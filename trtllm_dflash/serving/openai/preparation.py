@@ -32,13 +32,16 @@ from trtllm_dflash.serving.openai.responses import ResponsesRequest
 from trtllm_dflash.serving.parameters import LONGEST_STOP, MOST_STOPS
 from trtllm_dflash.session.limits import MOST_BAD_RUNS
 from trtllm_dflash.text.reply.call_grammar import call_grammar
-from trtllm_dflash.text.reply.grammar_terms import Callee
+from trtllm_dflash.text.reply.grammar_terms import Callee, form_of
 from trtllm_dflash.text.reply.harmony_form import harmony_form
 from trtllm_dflash.text.reply.parts import Parser, PlainParser
 from trtllm_dflash.text.token_text import TokenTexts
 from trtllm_dflash.text.tokenizer import TextCodec
 
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat's is what the context leaves
+
+# Formats whose calls no form can stand beside: gpt-oss's have no grammar here, Llama's begin as any JSON does.
+_CALLS_ALONE = ("harmony", "llama3")
 
 # Keys refused in chat_template_kwargs: the renderer's own arguments, another template among them.
 _RENDERER_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
@@ -139,7 +142,7 @@ class Preparation:
         self._check_structured(asked, ids, offer.functions)
         limit = asked.max_completion_tokens or asked.max_tokens or self._config.max_seq_len - len(ids)
         more = _choice_values(asked, asked.top_logprobs if asked.logprobs else None)
-        more["structured"] = self._form_of_calls(offer, ids) or self._form_of_reply(asked)
+        more["structured"] = self._structured(asked, offer, ids)
         requests = _with_seeds(self._request(asked, ids, limit, request_id, more), asked.n)
         choices = [
             self._chat_choice(each, self._codec.parser(ids, offer.schemas), offer, index)
@@ -158,8 +161,7 @@ class Preparation:
         self._check_effort(asked.reasoning.effort, "reasoning.effort", ids)
         self._check_structured(asked, ids, offer.functions)
         limit = asked.max_output_tokens or self._config.max_seq_len - len(ids)
-        structured = self._form_of_calls(offer, ids) or self._form_of_reply(asked)
-        request = self._request(asked, ids, limit, request_id, {"structured": structured})
+        request = self._request(asked, ids, limit, request_id, {"structured": self._structured(asked, offer, ids)})
         choice = self._chat_choice(request, self._codec.parser(ids, offer.schemas), offer)
         form = ResponseForm(asked, self._name, request.params.temperature)
         return Job((choice,), form, asked.stream, None, "tools" if offer.held else asked.form_field, offer.names)
@@ -230,15 +232,27 @@ class Preparation:
         texts = self._texts if logprobs or prompts else None
         return CompletionForm(self._name, chat, asked.include_usage, texts, prompts, asked.tells_usage)
 
-    def _form_of_calls(self, offer: Offer, ids: list[int]) -> Structured | None:
-        """Makes the form of a reply whose calls are held to one."""
+    def _structured(self, asked: ChatRequest | ResponsesRequest, offer: Offer, ids: list[int]) -> Structured | None:
+        """Makes the form of a reply: of its calls, of what it says where it calls nothing, or of both."""
+        own = asked.structured
+        if own is None or not offer.functions or offer.must:
+            return self._form_of_calls(offer, ids) or self._form_of_reply(asked)
+        try:
+            return self._form_of_calls(replace(offer, must=True, held=True), ids, form_of(own.kind, own.value))
+        except RequestError as error:
+            raise _refusal(error, asked.form_field) from None
+
+    def _form_of_calls(self, offer: Offer, ids: list[int], otherwise: str | None = None) -> Structured | None:
+        """Makes the form of a reply whose calls are held to one; `otherwise`: of one that is no calls."""
         chat_format = self._codec.chat_format
         if not offer.held or chat_format is None:
             return None
         callees = [Callee(each.name, each.schema_of_arguments, each.strict is True) for each in offer.functions]
         thinking = self._codec.thinks_first(ids)
         try:
-            source = call_grammar(chat_format, callees, offer.must, offer.parallel, thinking, self._codec.marker_ids)
+            source = call_grammar(
+                chat_format, callees, offer.must, offer.parallel, thinking, self._codec.marker_ids, otherwise
+            )
         except RequestError as error:
             raise ApiError(400, str(error), error.field, "unsupported_value") from None
         return Structured(kind="grammar", value=source)
@@ -260,8 +274,8 @@ class Preparation:
         if asked.structured is None:
             return
         param = asked.form_field
-        if functions:
-            raise ApiError(400, f"{param}: not together with tools", param, "unsupported_value")
+        if functions and self._codec.chat_format in _CALLS_ALONE:
+            raise ApiError(400, f"{param}: not together with tools in this format", param, "unsupported_value")
         if self._codec.chat_format != "harmony" and self._codec.begins_with_thinking(ids):
             message = f"{param}: the reply would begin with thinking, which a form leaves no room for; turn it off"
             raise ApiError(400, message, param, "unsupported_value")

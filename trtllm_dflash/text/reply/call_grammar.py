@@ -23,6 +23,7 @@ def call_grammar(
     parallel: bool = True,
     thinking: bool = False,
     special: Mapping[str, int] | None = None,
+    form: str | None = None,
 ) -> str:
     """Writes the grammar of a reply that may call these functions.
 
@@ -31,6 +32,7 @@ def call_grammar(
         parallel: it may have several calls.
         thinking: the reply begins inside its thinking; Gemma's may begin with it.
         special: the tokens of those of the format's markers that are special ones of the tokenizer.
+        form: of a reply that is no calls, as `grammar_terms.form_of` writes it; None: it has none. With `must` alone.
 
     Raises:
         RequestError: the format has no grammar here, or cannot hold a function's arguments to its schema.
@@ -39,6 +41,9 @@ def call_grammar(
         raise RequestError("calls of gpt-oss cannot be held to a form yet", "tools")
     marks = Marks(special or {})
     rules = _start(chat_format, marks, must, parallel, thinking)
+    if form is not None:
+        rules = [rule.replace("start:", "calls:", 1) if rule.startswith("start:") else rule for rule in rules]
+        rules += ["start: calls | form", f"form: {form}"]
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
     for number, function in enumerate(functions):
         rules += _call(chat_format, marks, f"call_{number}", function)

@@ -7,7 +7,7 @@ from typing import Any
 
 from trtllm_dflash.errors import RequestError
 from trtllm_dflash.text.reply.held_schema import held
-from trtllm_dflash.text.reply.json_space import SCHEMA_SPACE
+from trtllm_dflash.text.reply.json_space import OBJECT_SPACE, SCHEMA_SPACE, as_object
 
 #: Keywords of a schema that hold a value to nothing.
 REMARKS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
@@ -61,6 +61,33 @@ def json_value(schema: Any, strict: bool) -> str:
     if not isinstance(schema, Mapping):
         return "%json " + json.dumps(schema)
     return "%json " + json.dumps({**held(schema, strict), "x-guidance": {**SCHEMA_SPACE, "lenient": not strict}})
+
+
+def form_of(kind: str, value: Any) -> str:
+    """Writes a form; kind and value are those of `Structured`.
+
+    Raises:
+        RequestError: such a form cannot stand inside another grammar.
+    """
+    if kind == "grammar":
+        reason = "grammar: not where a reply has calls or marks its thinking; use json_schema, regex or choice"
+        raise RequestError(reason, "structured")
+    if kind == "regex":
+        return f"/{_escaped(value)}/"
+    if kind == "choice":
+        return " | ".join(text(one) for one in value)
+    if kind == "json_object":
+        return "%json " + json.dumps({"type": "object", "x-guidance": OBJECT_SPACE})
+    return "%json " + json.dumps({**held(as_object(value)), "x-guidance": SCHEMA_SPACE})
+
+
+def _escaped(expression: str) -> str:
+    """Writes a regular expression so that it can stand between slashes, on one line."""
+    written, after_backslash = [], False
+    for character in expression:
+        written.append("\\/" if character == "/" and not after_backslash else character)
+        after_backslash = character == "\\" and not after_backslash
+    return "".join(written).replace("\n", "\\n")
 
 
 def unheld(function: Callee, place: str) -> RequestError:
