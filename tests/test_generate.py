@@ -303,6 +303,9 @@ def test_closed_standard_streams_are_no_traceback(command):
     assert (closed.returncode, closed.stderr) == (1, "error: --prompt -: standard input is closed\n")
     silent = subprocess.run(f"{words} hello >&-", shell=True, stderr=subprocess.PIPE, text=True, check=False)
     assert silent.returncode == 0, silent.stderr
+    table = f"{sys.executable} -m trtllm_dflash models >&-"
+    untold = subprocess.run(table, shell=True, stderr=subprocess.PIPE, text=True, check=False)
+    assert (untold.returncode, untold.stderr) == (0, "")
 
 
 def test_a_reply_is_printed_where_the_terminal_lacks_its_characters(command, tmp_path):

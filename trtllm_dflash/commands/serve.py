@@ -101,7 +101,7 @@ def serve(
             try:
                 running.wait()
             except (KeyboardInterrupt, SystemExit):
-                if sys.stderr.isatty():
+                if sys.stderr is not None and sys.stderr.isatty():
                     click.echo(f"ending: what runs has {drain_seconds:g} s (Ctrl-C again ends it at once)", err=True)
                 raise
     except KeyboardInterrupt:
