@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 34
+#define DFLASH_ABI_VERSION 35
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -897,6 +897,9 @@ DFLASH_API cudaError_t dflash_embed(const dflash_embed_params* params, cudaStrea
  * starts at 0, or stands there, is zero whatever lies in memory. lengths is not written: many nets read it, and
  * dflash_advance_states comes after them all. Segments without rows change nothing; no slot has two.
  *
+ * A step of single rows need not write the states: with `keeps`, a segment's only row joins those that were accepted,
+ * and nothing is absorbed, while that makes no more than `keeps`.
+ *
  * C is (2 Hk + Hv) * D: of each row queries, keys, values, then, past the C channels, output gates. */
 typedef struct
 {
@@ -910,6 +913,7 @@ typedef struct
     int32_t pending; /* at most 16 */
     int32_t slots;
     int32_t most_rows; /* no segment has more */
+    int32_t keeps; /* at most `pending`; 0 but for heads of 128 and no more rows than segments */
     float norm_eps;
     const int32_t* segments; /* [G, 4] in the order of their rows, the first of which is row 0 */
     const int32_t* lengths; /* [slots]: the position that a slot's states stand at */
@@ -943,6 +947,7 @@ typedef struct
 {
     int32_t segment_count;
     int32_t pending;
+    int32_t keeps; /* that the nets had */
     const int32_t* segments; /* [G, 4] */
     int32_t* lengths; /* [slots] */
 } dflash_advance_states_params;

@@ -111,7 +111,11 @@ __global__ void advance_states_kernel(dflash_advance_states_params const p)
         int4 const segment = reinterpret_cast<int4 const*>(p.segments)[index]; // slot, start, first row, count
         if (segment.w > 0)
         {
-            p.lengths[segment.x] = segment.y + max(segment.w - p.pending, 0);
+            int const accepted = delta::count_accepted(segment.y, p.lengths[segment.x], p.pending);
+            if (!delta::joins_pending(p.keeps, segment.w, accepted))
+            {
+                p.lengths[segment.x] = segment.y + max(segment.w - p.pending, 0);
+            }
         }
     }
 }
@@ -189,7 +193,8 @@ extern "C" cudaError_t dflash_delta_net(
     using namespace dflash;
     bool const is_known = p->key_heads > 0 && p->value_heads > 0 && p->value_heads % p->key_heads == 0 && p->slots > 0
         && p->kernel == delta::kTaps && p->pending > 0 && p->pending <= kDeltaRows && p->segment_count <= 65535
-        && p->key_heads <= 65535 && p->value_heads <= 65535 && p->x_row_stride % 8 == 0;
+        && p->key_heads <= 65535 && p->value_heads <= 65535 && p->x_row_stride % 8 == 0 && p->keeps >= 0
+        && p->keeps <= (has_single_rows(*p) ? p->pending : 0);
     if (!is_known)
     {
         return cudaErrorInvalidValue;

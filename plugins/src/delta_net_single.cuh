@@ -1,5 +1,6 @@
 // A gated delta net's rows one after another: for steps that have one of each slot, where the state's way through
-// memory is all that counts.
+// memory is all that counts. A row that joins those beside the state leaves it unwritten: what these would have written
+// is added to what the row reads, by how much their keys are like its own and its query.
 #pragma once
 
 #include "delta_net_rows.cuh"
@@ -40,6 +41,7 @@ struct SingleRows
         float4 pending_keys[kDeltaRows][kSize / kLane];
         float4 pending_writes[kDeltaRows][kSize / kLane];
         float pending_behind[kDeltaRows];
+        float pending_reads[2][kDeltaRows]; // what the row's key and query read of what each writes
         float out[kSize];
         float squares[kWarps];
         float pending_kept;
@@ -131,7 +133,7 @@ struct SingleRows
                 own().before[i] = before[i];
             }
         }
-        load_pending(segment);
+        stage_pending(segment);
         float4 state[kOfWarp] = {};
         if (!segment.is_zero)
         {
@@ -142,6 +144,7 @@ struct SingleRows
                 state[i] = from[i * kSize / kLane];
             }
         }
+        load_decays(segment);
 #pragma unroll 1
         for (int row = 0; row < segment.count; ++row)
         {
@@ -154,17 +157,23 @@ struct SingleRows
         return reinterpret_cast<float4*>(place.state(slot) + warp * kOfWarp * kSize) + lane;
     }
 
-    // The keys, writes and decays of the pending rows that the state absorbs.
-    __device__ __forceinline__ void load_pending(Segment const& segment) const
+    // The keys and writes of the pending rows that were accepted.
+    __device__ __forceinline__ void stage_pending(Segment const& segment) const
     {
 #pragma unroll 1 // its instructions come from memory, too
         for (int item = threadIdx.x; item < segment.accepted * kSize / kLane; item += kThreads)
         {
             int const row = item / (kSize / kLane);
             int const part = item % (kSize / kLane);
-            shared.pending_keys[row][part] = reinterpret_cast<float4 const*>(place.keys(segment.slot, row))[part];
-            shared.pending_writes[row][part] = reinterpret_cast<float4 const*>(place.writes(segment.slot, row))[part];
+            stage_16(&shared.pending_keys[row][part], place.keys(segment.slot, row) + part * kLane, true);
+            stage_16(&shared.pending_writes[row][part], place.writes(segment.slot, row) + part * kLane, true);
         }
+        commit_copies();
+    }
+
+    // Their decays.
+    __device__ __forceinline__ void load_decays(Segment const& segment) const
+    {
         if (warp == kGatesWarp && segment.accepted > 0)
         {
             float const decay = lane < segment.accepted ? *place.decay(segment.slot, lane) : 1.f;
@@ -184,6 +193,8 @@ struct SingleRows
     __device__ __forceinline__ void take(
         Segment const& segment, Ahead const& ahead, int row, float4 (&state)[kOfWarp]) const
     {
+        bool const joins = joins_pending(place.p.keeps, segment.count, segment.accepted);
+        int const pending = joins ? segment.accepted : row - segment.absorbed;
         T const* const from = place.row(segment.first_row + row);
         float gate = 0.f;
         if (threadIdx.x < kSize)
@@ -197,10 +208,16 @@ struct SingleRows
         }
         else if (warp == kGatesWarp)
         {
-            weigh(segment, ahead, row);
+            weigh(segment, ahead, row, pending);
         }
+        wait_for_copies<0>(); // of pending rows
         __syncthreads();
-        if (row == 0 && warp == kGatesWarp && lane == 0)
+        if (joins)
+        {
+            read_pending(segment.accepted);
+            __syncthreads();
+        }
+        else if (row == 0 && warp == kGatesWarp && lane == 0)
         {
             // Relaxed: nothing was written, and what was read has come.
             uint32_t const others = place.readers() - 1;
@@ -211,11 +228,11 @@ struct SingleRows
                 : "memory");
             shared.is_last = count == others;
         }
-        if (row == 0 && segment.accepted > 0)
+        if (row == 0 && segment.accepted > 0 && !joins)
         {
             absorb(segment.accepted, state);
         }
-        if (row == segment.absorbed && segment.accepted + segment.absorbed > 0)
+        if (row == segment.absorbed && segment.accepted + segment.absorbed > 0 && !joins)
         {
             float4* const to = state_of(segment.slot);
 #pragma unroll
@@ -224,8 +241,7 @@ struct SingleRows
                 to[i * kSize / kLane] = state[i];
             }
         }
-        int const pending = row - segment.absorbed;
-        read(segment.slot, pending, row + 1 < segment.count, state);
+        read(segment.slot, pending, joins, row + 1 < segment.count, state);
         __syncthreads();
         if (threadIdx.x < kSize)
         {
@@ -235,7 +251,8 @@ struct SingleRows
         {
             if (pending >= 0)
             {
-                keep(segment.slot, pending);
+                // What value heads share, by the last that has read it; of rows that join, nobody reads their places.
+                keep(segment.slot, pending, joins ? blockIdx.x == 0 : shared.is_last);
             }
             own().before[0] = own().before[1];
             own().before[1] = own().before[2];
@@ -262,7 +279,7 @@ struct SingleRows
         return {y[0] * by, y[1] * by, y[2] * by, y[3] * by};
     }
 
-    __device__ __forceinline__ void weigh(Segment const& segment, Ahead const& ahead, int row) const
+    __device__ __forceinline__ void weigh(Segment const& segment, Ahead const& ahead, int row, int pending) const
     {
         T const* const from = static_cast<T const*>(place.p.gates)
             + int64_t{segment.first_row + row} * place.p.gates_row_stride + place.head;
@@ -273,9 +290,9 @@ struct SingleRows
         {
             shared.decay = decay;
             shared.share = 1.f / (1.f + expf(-to_float(from[0])));
-            if (row >= segment.absorbed)
+            if (pending >= 0)
             {
-                *place.decay(segment.slot, row - segment.absorbed) = decay;
+                *place.decay(segment.slot, pending) = decay;
             }
         }
     }
@@ -302,6 +319,37 @@ struct SingleRows
         }
     }
 
+    // How much the row's key and query are like each pending row's key, by what is left of that row.
+    __device__ __forceinline__ void read_pending(int accepted) const
+    {
+        float4 const query = shared.rows[0][lane];
+        float4 const key = shared.rows[kKeysWarp][lane];
+#pragma unroll 1
+        for (int row = warp; row < accepted; row += kWarps)
+        {
+            float4 const its_key = shared.pending_keys[row][lane];
+            float const of_key = warp_sum(dot(its_key, key));
+            float const of_query = warp_sum(dot(its_key, query));
+            if (lane < 2)
+            {
+                shared.pending_reads[lane][row] = (lane == 0 ? of_key : of_query) * shared.pending_behind[row];
+            }
+        }
+    }
+
+    // What a value's sum over the state is with the pending rows behind it.
+    __device__ __forceinline__ float with_pending(float sum, int accepted, bool is_query, int value) const
+    {
+        sum *= shared.pending_kept;
+#pragma unroll 1
+        for (int row = 0; row < accepted; ++row)
+        {
+            float const write = reinterpret_cast<float const*>(shared.pending_writes[row])[value];
+            sum = fmaf(shared.pending_reads[is_query][row], write, sum);
+        }
+        return sum;
+    }
+
     __device__ __forceinline__ static void add(float4& sum, float by, float4 const& x)
     {
         sum = {fmaf(by, x.x, sum.x), fmaf(by, x.y, sum.y), fmaf(by, x.z, sum.z), fmaf(by, x.w, sum.w)};
@@ -312,8 +360,10 @@ struct SingleRows
         return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, a.x * b.x)));
     }
 
-    // Reads the state by the row's key and query; finds what the row writes and gives.
-    __device__ __forceinline__ void read(int slot, int pending, bool goes_on, float4 (&state)[kOfWarp]) const
+    // Reads the state by the row's key and query; finds what the row writes and gives. joins: `pending` rows that the
+    // state has not absorbed.
+    __device__ __forceinline__ void read(
+        int slot, int pending, bool joins, bool goes_on, float4 (&state)[kOfWarp]) const
     {
         float4 const query = shared.rows[0][lane];
         float4 const key = shared.rows[kKeysWarp][lane];
@@ -329,8 +379,12 @@ struct SingleRows
                 = (has_keys ? of_key : of_query) + __shfl_xor_sync(0xffffffffu, has_keys ? of_query : of_key, kOfWarp);
         }
         float const overlap = warp_sum(dot(query, key));
-        float const sum = sum_across(sums);
         int const value = warp * kOfWarp + lane % kOfWarp;
+        float sum = sum_across(sums);
+        if (joins)
+        {
+            sum = with_pending(sum, pending, !has_keys, value);
+        }
         float const left = reinterpret_cast<float const*>(shared.rows[kValuesWarp])[value] - decay * sum;
         float const write = __shfl_sync(0xffffffffu, shared.share * left, lane % kOfWarp);
         float const out = fmaf(overlap, write, decay * sum); // of the lanes that have queries' sums
@@ -389,10 +443,10 @@ struct SingleRows
         out[threadIdx.x] = from_float<T>(shared.out[threadIdx.x] * root * norm * quick_silu(gate));
     }
 
-    // Keeps what the next step's convolution sees, and the row's keys: what value heads share, by the last of them.
-    __device__ __forceinline__ void keep(int slot, int pending) const
+    // Keeps what the next step's convolution sees, and the row's keys.
+    __device__ __forceinline__ void keep(int slot, int pending, bool keeps_shared) const
     {
-        if (warp != kValuesWarp && !shared.is_last)
+        if (warp != kValuesWarp && !keeps_shared)
         {
             return;
         }

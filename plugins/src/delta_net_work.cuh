@@ -58,6 +58,18 @@ __device__ __forceinline__ int count_absorbed(dflash_delta_net_params const& p, 
     return max(segment.w - p.pending, 0);
 }
 
+// Whether a segment's only row joins the accepted ones beside the state, which then absorbs nothing.
+__device__ __forceinline__ bool joins_pending(int keeps, int count, int accepted)
+{
+    return count == 1 && accepted > 0 && accepted < keeps;
+}
+
+// Pending rows of a state at `length` that a step from `start` on follows.
+__device__ __forceinline__ int count_accepted(int start, int length, int pending)
+{
+    return start == 0 ? 0 : min(max(start - length, 0), pending);
+}
+
 // A segment of rows, and how its slot's state stands to it.
 struct Segment
 {
@@ -77,7 +89,7 @@ struct Segment
         , first_row(segment.z)
         , count(segment.w)
         , absorbed(count_absorbed(p, segment))
-        , accepted(segment.y == 0 ? 0 : min(max(segment.y - length, 0), p.pending))
+        , accepted(count_accepted(segment.y, length, p.pending))
         , window(accepted)
         , before(0)
         , begins(segment.y == 0)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from tests.gpu.test_kernels import EPSILON, why_not
 from trtllm_dflash import kernels
-from trtllm_dflash.kernels.delta_net import DELTA_ROWS
+from trtllm_dflash.kernels.delta_net import DELTA_ROWS, MOST_KEPT
 from trtllm_dflash.ops.base import DeltaLayer
 from trtllm_dflash.ops.cuda_states import CudaStates, delta_net
 from trtllm_dflash.ops.delta_states import part_shapes
@@ -135,12 +135,14 @@ class Slots:
         assert not found[sum(counts) :].any(), "rows of nobody"
         return found[: sum(counts)], torch.cat(expected)
 
-    def launch(self, rows, segments, advances=False):
+    def launch(self, rows, segments, advances=False, absorbs=False):
+        """Runs a step; absorbs: what was accepted, whatever steps of single rows do."""
         on_gpu = torch.tensor(segments, dtype=torch.int32).cuda()
         x, gates = (values[rows] for values in self.banked)
-        out = self.net(x, gates, on_gpu, self.states.lengths, self.states.counters, max(words[3] for words in segments))
+        most, keeps = max(words[3] for words in segments), 0 if absorbs else self.states.keeps(len(x), on_gpu)
+        out = self.net(x, gates, on_gpu, self.states.lengths, self.states.counters, most, keeps)
         if advances:
-            self.states.advance(on_gpu)
+            self.states.advance(on_gpu, len(x))
         return out.cpu().double()
 
     def keep(self, slot, count):
@@ -149,7 +151,7 @@ class Slots:
 
     def state_error(self, slot):
         """How far a slot's state is from float64's, once what was accepted is absorbed."""
-        self.launch(self.rows(1), [[slot, self.starts[slot], 0, 1]])
+        self.launch(self.rows(1), [[slot, self.starts[slot], 0, 1]], absorbs=True)
         assert not self.states.counters.any()
         found = self.states.tensors["net.state"][slot].cpu().double().transpose(1, 2)
         return relative(found, self.own[slot].state)
@@ -252,7 +254,7 @@ def test_steps_of_single_rows_equal_float64(layer, dtype):
     found, expected = slots.step([16, 1, 40, 3] * 5)
     for slot in range(20):
         slots.keep(slot, (chance.randint(1, 16), 1, 40, 2)[slot % 4])
-    for step in range(12):
+    for step in range(40):
         counts = [int(chance.random() < 0.8) for _ in range(20)]
         if step == 3:
             slots.begin(0)
@@ -269,6 +271,42 @@ def test_steps_of_single_rows_equal_float64(layer, dtype):
                 slots.keep(slot, chance.randint(max(1, count - DELTA_ROWS), count))
     errors = [slots.state_error(slot) for slot in range(20)]
     assert max(errors) < 1e-5, errors
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_single_rows_join_those_beside_a_state_until_they_are_many(dtype):
+    """The state stays as it is to the bit, and so does where it stands; what rows give is float64's all the same."""
+    slots = Slots(LAYER, dtype, 3)
+    slots.step([40, 9, 1])
+    for slot, accepted in enumerate((40, 5, 1)):
+        slots.keep(slot, accepted)
+    # A state's rows beside it, those of the step above that were accepted; 16 of the first's 40.
+    beside, state = [16, 5, 1], slots.states.tensors["net.state"]
+    for _ in range(3 * MOST_KEPT):
+        before, stood = state.clone(), slots.states.lengths.tolist()
+        found, expected = slots.step([1, 1, 1])
+        assert_rows_close(found, expected, dtype, bound=1e-4)
+        for slot in range(3):
+            joins = beside[slot] < MOST_KEPT
+            assert torch.equal(state[slot], before[slot]) == joins, (slot, beside)
+            assert slots.states.lengths[slot] == (stood[slot] if joins else slots.starts[slot])
+            beside[slot] = beside[slot] + 1 if joins else 1
+            slots.keep(slot, 1)
+    found, expected = slots.step([16, 1, 33])  # absorb what they find
+    assert_rows_close(found, expected, dtype, bound=1e-4)
+    for slot, accepted in enumerate((9, 1, 33)):
+        slots.keep(slot, accepted)
+    errors = [slots.state_error(slot) for slot in range(3)]
+    assert max(errors) < 1e-5, errors
+
+
+def test_single_rows_that_join_can_be_repeated():
+    slots = Slots(LAYER, torch.bfloat16, 2)
+    slots.step([16, 9])
+    slots.keep(0, 7)
+    slots.keep(1, 1)
+    rows, segments = slots.rows(2), [[0, 7, 0, 1], [1, 1, 1, 1]]
+    assert torch.equal(slots.launch(rows, segments), slots.launch(rows, segments))
 
 
 @pytest.mark.parametrize("heads", [(1, 5), (2, 2), (2, 8)], ids=str)

@@ -24,6 +24,7 @@ from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.engine.ladder import LEAST_SHARING, MOST_SHARED_DRAFTS, shared_lengths
 from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.kernels.delta_net import MOST_KEPT
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.session.calls import Decode, Piece, Place, Prefill, Prepare, Step
 from trtllm_dflash.session.choice import Choice
@@ -268,14 +269,15 @@ class StepBench:
         """Times a step, in seconds from one outcome's arrival to the next one's.
 
         The slots start so that the round's middle step finds `cache_length` tokens: each step of random weights
-        commits one.
+        commits one. Steps of single rows write a recurrent state now and then (`MOST_KEPT`): the slots take turns.
         """
         session, plan = self.session, self.plan
         start = max(1, plan.cache_length - plan.steps // 2)
         try:
             for slot in range(batch):
                 if plan.config.target.delta is not None:
-                    session.place(Place(slot, start - 1))
+                    beside = min(slot % min(MOST_KEPT, plan.config.block_size), start - 1)
+                    session.place(Place(slot, start - 1 - beside, beside))
                 outcome = self._begin(arm, slot, start - 1)
             outcome.read()
             launched: deque[Outcome] = deque()

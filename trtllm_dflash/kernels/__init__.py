@@ -19,7 +19,7 @@ from trtllm_dflash.kernels.attention import (
 from trtllm_dflash.kernels.caches import Scales
 from trtllm_dflash.kernels.checks import ALL_HEAD_SIZES, HALVES, HEAD_SIZES
 from trtllm_dflash.kernels.choose import argmax
-from trtllm_dflash.kernels.delta_net import DeltaNet, advance_states, why_no_delta_net
+from trtllm_dflash.kernels.delta_net import MOST_KEPT, DeltaNet, advance_states, joins_rows, why_no_delta_net
 from trtllm_dflash.kernels.draft_tree import (
     TOP_COUNT,
     AcceptedPaths,
@@ -86,6 +86,7 @@ __all__ = [
     "MAX_ROWS",
     "MOE_ROWS",
     "MOST_JOINED",
+    "MOST_KEPT",
     "MOST_SHARED",
     "OLDEST_GPU",
     "PAGE_TILE",
@@ -135,6 +136,7 @@ __all__ = [
     "gate",
     "gpu_name",
     "grow_tree",
+    "joins_rows",
     "keep_drafts",
     "keep_replies",
     "load",

@@ -15,11 +15,13 @@ MOST_CHUNKS = 72
 DELTA_SIZES = (16, 32, 64, 128)
 DELTA_TAPS = 4
 DELTA_ROWS = 16
+#: Rows beside a state up to which steps of single rows leave it unwritten: reading it with them takes longer with each.
+MOST_KEPT = 12
 
 
 DeltaNetParams = structure(
     "dflash_delta_net_params",
-    ints="dtype segment_count rows key_heads value_heads head_size kernel pending slots most_rows",
+    ints="dtype segment_count rows key_heads value_heads head_size kernel pending slots most_rows keeps",
     floats="norm_eps",
     pointers="segments lengths x gates conv a_log dt_bias norm states writes keys decays window counters out",
     longs="x_row_stride gates_row_stride",
@@ -27,7 +29,7 @@ DeltaNetParams = structure(
 
 
 AdvanceStatesParams = structure(
-    "dflash_advance_states_params", ints="segment_count pending", pointers="segments lengths"
+    "dflash_advance_states_params", ints="segment_count pending keeps", pointers="segments lengths"
 )
 
 
@@ -50,7 +52,14 @@ class DeltaNet:
     window: Tensor  # [slots, taps - 1 + pending, C]
 
     def __call__(
-        self, x: Tensor, gates: Tensor, segments: Tensor, lengths: Tensor, counters: Tensor, most_rows: int
+        self,
+        x: Tensor,
+        gates: Tensor,
+        segments: Tensor,
+        lengths: Tensor,
+        counters: Tensor,
+        most_rows: int,
+        keeps: int = 0,
     ) -> Tensor:
         """Computes flat rows x [N, C + Hv*D] with gates [N, 2 Hv]: [N, Hv*D]; those of no segment become zeros.
 
@@ -59,6 +68,8 @@ class DeltaNet:
             lengths: [slots] int32, the positions that states stand at. They are left so: see `advance_states`.
             counters: [slots, Hk] int32 zeros, which every net of one stream may have.
             most_rows: that any segment has.
+            keeps: rows, at most those that may be pending, up to which a segment's only row joins the accepted ones
+                beside the state instead of their being absorbed; 0: none does, as where `joins_rows` says no.
         """
         slots, value_heads, size = self.states.shape[:3]
         pending, key_heads = self.keys.shape[1:3]
@@ -86,6 +97,7 @@ class DeltaNet:
             pending=pending,
             slots=slots,
             most_rows=most_rows,
+            keeps=keeps,
             norm_eps=self.norm_eps,
             segments=segments.data_ptr(),
             lengths=lengths.data_ptr(),
@@ -138,11 +150,24 @@ class DeltaNet:
         check(x.dtype in (*HALVES, torch.float32) and is_aligned, "rows must be aligned to 16 bytes")
 
 
-def advance_states(lengths: Tensor, segments: Tensor, pending: int) -> None:
-    """Notes in lengths [slots] where states stand after a step of segments [G, 4], once all nets have computed it."""
+def joins_rows(rows: int, segments: int, size: int) -> bool:
+    """Says whether nets of heads of this size can leave states unwritten by a step of so many rows; see `keeps`."""
+    return size == DELTA_SIZES[-1] and rows <= segments
+
+
+def advance_states(lengths: Tensor, segments: Tensor, pending: int, keeps: int = 0) -> None:
+    """Notes in lengths [slots] where states stand after a step of segments [G, 4], once all nets have computed it.
+
+    Args:
+        keeps: as the nets had it.
+    """
     check_ints(len(lengths), lengths=lengths)
     params = AdvanceStatesParams(
-        segment_count=len(segments), pending=pending, segments=segments.data_ptr(), lengths=lengths.data_ptr()
+        segment_count=len(segments),
+        pending=pending,
+        keeps=keeps,
+        segments=segments.data_ptr(),
+        lengths=lengths.data_ptr(),
     )
     run("dflash_advance_states", params, stream())
 

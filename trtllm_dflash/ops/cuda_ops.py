@@ -161,7 +161,7 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
 
     def advance(self) -> None:
         if self._cuda_states is not None:
-            self._cuda_states.advance(self._layout.segments)
+            self._cuda_states.advance(self._layout.segments, len(self._layout.token_ids))
 
     # -- choosing tokens ---------------------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ class CudaStates(DeltaStates):
         slots, heads = keys.shape[0], keys.shape[2]
         self.lengths = torch.zeros(slots, dtype=torch.int32, device=keys.device)
         self.counters = torch.zeros(slots, heads, dtype=torch.int32, device=keys.device)
+        self._size = keys.shape[3]
 
     def accepted(self, run: Run) -> int:
         raise NotImplementedError("the kernels count the rows that were accepted")
@@ -49,17 +50,21 @@ class CudaStates(DeltaStates):
     ) -> Tensor:
         """Computes a layer's net; arguments as in `kernels.DeltaNet`."""
         net = delta_net(layer, weights, self)
-        return net(x, gates, segments, self.lengths, self.counters, most_rows)
+        return net(x, gates, segments, self.lengths, self.counters, most_rows, self.keeps(len(x), segments))
 
-    def advance(self, segments: Tensor) -> None:
-        """Notes where the states stand after a step of segments [G, 4], once all nets have computed it."""
-        kernels.advance_states(self.lengths, segments, self.pending)
+    def advance(self, segments: Tensor, rows: int) -> None:
+        """Notes where the states stand after a step of so many rows of segments [G, 4], once all nets have run."""
+        kernels.advance_states(self.lengths, segments, self.pending, self.keeps(rows, segments))
+
+    def keeps(self, rows: int, segments: Tensor) -> int:
+        """Counts the rows beside a state up to which a step of so many leaves it unwritten; 0: it has none to leave."""
+        return min(self.pending, kernels.MOST_KEPT) if kernels.joins_rows(rows, len(segments), self._size) else 0
 
     def copy(self, source: int, target: int) -> None:
         for tensor in (*self.tensors.values(), self.lengths):
             tensor[target].copy_(tensor[source])
 
-    def place(self, slot: int, position: int) -> None:
+    def place(self, slot: int, position: int, beside: int) -> None:
         self.lengths[slot].fill_(position)
 
 
@@ -68,6 +73,7 @@ class CudaStateOps(CudaSlotOps):
 
     Args: as `TorchOps`, but
         segments: [B, 4] int32 of each slot, its start, first row and count; see `slot_segments`.
+        rows: that each slot has a place for.
     """
 
     def __init__(
@@ -77,10 +83,11 @@ class CudaStateOps(CudaSlotOps):
         communicator: Communicator | None,
         states: CudaStates,
         segments: Tensor,
+        rows: int,
     ) -> None:
         super().__init__(weights, caches, communicator)
         self._cuda_states = states
-        self._segments = segments
+        self._segments, self._rows = segments, rows * len(segments)
 
     def gated_delta(self, layer: DeltaLayer, x: Tensor, gates: Tensor, start: Tensor) -> Tensor:
         rows = x.flatten(0, 1), gates.flatten(0, 1)
@@ -88,7 +95,7 @@ class CudaStateOps(CudaSlotOps):
         return out.view(*x.shape[:2], -1)
 
     def advance(self) -> None:
-        self._cuda_states.advance(self._segments)
+        self._cuda_states.advance(self._segments, self._rows)
 
 
 def delta_net(layer: DeltaLayer, weights: Mapping[str, Tensor], states: CudaStates) -> kernels.DeltaNet:

@@ -110,6 +110,10 @@ class DeltaStates:
             tensor[target] = tensor[source]
         self.length[target], self.rows[target] = self.length[source], self.rows[source]
 
-    def place(self, slot: int, position: int) -> None:
-        """Lets a slot's states, whatever they hold, stand at a position: for measurements of random weights."""
-        self.length[slot], self.rows[slot] = position, 0
+    def place(self, slot: int, position: int, beside: int) -> None:
+        """Lets a slot's states, whatever they hold, stand at a position: for measurements of random weights.
+
+        Args:
+            beside: accepted rows behind it.
+        """
+        self.length[slot], self.rows[slot] = position, beside

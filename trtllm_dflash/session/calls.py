@@ -174,6 +174,7 @@ class Place:
 
     slot: int
     position: int
+    beside: int = 0  # rows behind it that were accepted and not absorbed yet
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def words_of(call: Call) -> Iterator[int]:
     elif isinstance(call, CopyStates):
         yield from (6, call.source, call.target)
     elif isinstance(call, Place):
-        yield from (5, call.slot, call.position)
+        yield from (5, call.slot, call.position, call.beside)
     elif isinstance(call, Step):
         yield from (4, _DRAFTING.index(call.drafting), call.block, call.sampled, call.logprobs, call.tree)
         yield from (call.chances, call.share)

@@ -497,4 +497,4 @@ class CudaSession(TorchSession):
         shared = self.weights, self._caches_of(first_slot, count), self.communicator
         if not isinstance(self.states, CudaStates):
             return TorchOps(*shared) if self._parts is None else CudaSlotOps(*shared)
-        return CudaStateOps(*shared, self.states, slot_segments(first_slot, inputs.start, inputs.row_count, rows))
+        return CudaStateOps(*shared, self.states, slot_segments(first_slot, inputs.start, inputs.row_count, rows), rows)

@@ -65,6 +65,6 @@ class PlanStates:
         for tensor in (*self.tensors.values(), self.lengths):
             tensor[target].copy_(tensor[source])
 
-    def place(self, slot: int, position: int) -> None:
+    def place(self, slot: int, position: int, beside: int) -> None:
         """Lets a slot's states, whatever they hold, stand at a position: for measurements of random weights."""
         self.lengths[slot].fill_(position)

@@ -90,7 +90,7 @@ class TensorRTSession(Session):
     @torch.inference_mode()
     def _place(self, call: Place) -> None:
         with self._stream():
-            self.states.place(call.slot, call.position)
+            self.states.place(call.slot, call.position, call.beside)
 
     @torch.inference_mode()
     def _copy_states(self, call: CopyStates) -> None:

@@ -117,7 +117,7 @@ class TorchSession(Session):
     def _place(self, call: Place) -> None:
         if self.states is not None:
             with self._stream():
-                self.states.place(call.slot, call.position)
+                self.states.place(call.slot, call.position, call.beside)
 
     @torch.inference_mode()
     def _copy_states(self, call: CopyStates) -> None:
