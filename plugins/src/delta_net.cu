@@ -94,11 +94,16 @@ __global__ void __launch_bounds__(delta::SingleRows<T>::kThreads, 2)
     int4 const* const segments = reinterpret_cast<int4 const*>(p.segments) + blockIdx.z;
     int4 const segment = segments[0];
     int const end = blockIdx.z + 1 < gridDim.z ? segments[1].z : p.rows;
-    clear_padding(place, segment, end);
+    int length = p.lengths[guess]; // beside the segment's own load, not behind it
+    if (segment.x != guess && segment.w > 0)
+    {
+        length = p.lengths[segment.x];
+    }
     if (segment.w > 0)
     {
-        block.run(delta::Segment(p, segment, p.lengths[segment.x]), ahead);
+        block.run(delta::Segment(p, segment, length), ahead);
     }
+    clear_padding(place, segment, end);
 }
 
 // One thread a segment.

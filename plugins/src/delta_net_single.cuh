@@ -26,18 +26,12 @@ struct SingleRows
     using OfHead = Place<T, kSize, kSize>;
     using Four = Vector<T, kLane>;
 
-    // What a lane of a convolving warp has for itself, not in registers: those are the state's.
-    struct Convolution
-    {
-        Vector<T, kTaps> taps[kLane];
-        Four before[kBefore];
-        Four row;
-    };
-
     struct Shared
     {
-        Convolution convolutions[3][kSize / kLane]; // of queries, keys, values
-        float4 rows[3][kSize / kLane]; // those of the row
+        // What a lane of a convolving warp has for itself, not in registers: those are the state's.
+        Vector<T, kTaps> taps[3][kLane][kSize / kLane]; // of queries, keys, values
+        Four before[3][kBefore][kSize / kLane];
+        float4 rows[3][kSize / kLane]; // the row's queries, keys, values
         float4 pending_keys[kDeltaRows][kSize / kLane];
         float4 pending_writes[kDeltaRows][kSize / kLane];
         float pending_behind[kDeltaRows];
@@ -68,9 +62,18 @@ struct SingleRows
         return warp <= kValuesWarp;
     }
 
-    __device__ __forceinline__ Convolution& own() const
+    // A row's numbers that a thread has. They are asked for before the state, behind which they would wait.
+    struct Inputs
     {
-        return shared.convolutions[warp][lane];
+        Four row; // of convolving warps
+        T gate; // of the output: one value's
+        T share; // what the gates' warp makes the row's share and decay of
+        T decay;
+    };
+
+    __device__ __forceinline__ Four& before(int i) const
+    {
+        return shared.before[warp][i][lane];
     }
 
     __device__ __forceinline__ int channel() const
@@ -89,7 +92,8 @@ struct SingleRows
 #pragma unroll
             for (int i = 0; i < kLane; ++i)
             {
-                own().taps[i] = load_vector<T, kTaps>(static_cast<T const*>(place.p.conv) + (channel() + i) * kTaps);
+                shared.taps[warp][i][lane]
+                    = load_vector<T, kTaps>(static_cast<T const*>(place.p.conv) + (channel() + i) * kTaps);
             }
         }
         ahead.norm = static_cast<float const*>(place.p.norm)[threadIdx.x % kSize];
@@ -115,25 +119,19 @@ struct SingleRows
 
     __device__ __forceinline__ void run(Segment const& segment, Ahead const& ahead) const
     {
-        if (convolves())
+        Four window[kBefore] = {};
+        if (convolves() && !segment.begins)
         {
-            Four before[kBefore] = {};
-            if (!segment.begins)
-            {
-                T const* const from = place.window_row(segment.slot, segment.accepted) + channel();
-#pragma unroll
-                for (int i = 0; i < kBefore; ++i)
-                {
-                    before[i] = load_vector<T, kLane>(from + i * place.channels());
-                }
-            }
+            T const* const from = place.window_row(segment.slot, segment.accepted) + channel();
 #pragma unroll
             for (int i = 0; i < kBefore; ++i)
             {
-                own().before[i] = before[i];
+                window[i] = load_vector<T, kLane>(from + i * place.channels());
             }
         }
+        Inputs inputs = load_inputs(segment.first_row);
         stage_pending(segment);
+        float const decay = load_decay(segment);
         float4 state[kOfWarp] = {};
         if (!segment.is_zero)
         {
@@ -144,12 +142,46 @@ struct SingleRows
                 state[i] = from[i * kSize / kLane];
             }
         }
-        load_decays(segment);
+        if (convolves())
+        {
+#pragma unroll
+            for (int i = 0; i < kBefore; ++i)
+            {
+                before(i) = window[i];
+            }
+        }
+        multiply_decays(segment, decay);
 #pragma unroll 1
         for (int row = 0; row < segment.count; ++row)
         {
-            take(segment, ahead, row, state);
+            if (row > 0)
+            {
+                inputs = load_inputs(segment.first_row + row);
+            }
+            take(segment, ahead, row, inputs, state);
         }
+    }
+
+    __device__ __forceinline__ Inputs load_inputs(int row) const
+    {
+        Inputs inputs = {};
+        T const* const from = place.row(row);
+        if (convolves())
+        {
+            inputs.row = load_vector<T, kLane>(from + channel());
+        }
+        if (threadIdx.x < kSize)
+        {
+            inputs.gate = from[place.channels() + place.first_value() + threadIdx.x];
+        }
+        if (warp == kGatesWarp)
+        {
+            T const* const gates
+                = static_cast<T const*>(place.p.gates) + int64_t{row} * place.p.gates_row_stride + place.head;
+            inputs.share = gates[0];
+            inputs.decay = gates[place.p.value_heads];
+        }
+        return inputs;
     }
 
     __device__ __forceinline__ float4* state_of(int slot) const
@@ -171,12 +203,16 @@ struct SingleRows
         commit_copies();
     }
 
-    // Their decays.
-    __device__ __forceinline__ void load_decays(Segment const& segment) const
+    // Their decays, a lane's.
+    __device__ __forceinline__ float load_decay(Segment const& segment) const
+    {
+        return warp == kGatesWarp && lane < segment.accepted ? *place.decay(segment.slot, lane) : 1.f;
+    }
+
+    __device__ __forceinline__ void multiply_decays(Segment const& segment, float decay) const
     {
         if (warp == kGatesWarp && segment.accepted > 0)
         {
-            float const decay = lane < segment.accepted ? *place.decay(segment.slot, lane) : 1.f;
             float const behind = product_behind(decay);
             float const kept = product_to(decay);
             if (lane < kDeltaRows)
@@ -191,24 +227,17 @@ struct SingleRows
     }
 
     __device__ __forceinline__ void take(
-        Segment const& segment, Ahead const& ahead, int row, float4 (&state)[kOfWarp]) const
+        Segment const& segment, Ahead const& ahead, int row, Inputs const& inputs, float4 (&state)[kOfWarp]) const
     {
         bool const joins = joins_pending(place.p.keeps, segment.count, segment.accepted);
         int const pending = joins ? segment.accepted : row - segment.absorbed;
-        T const* const from = place.row(segment.first_row + row);
-        float gate = 0.f;
-        if (threadIdx.x < kSize)
-        {
-            gate = to_float(from[place.channels() + place.first_value() + threadIdx.x]);
-        }
         if (convolves())
         {
-            own().row = load_vector<T, kLane>(from + channel());
-            shared.rows[warp][lane] = convolve();
+            shared.rows[warp][lane] = convolve(inputs.row);
         }
         else if (warp == kGatesWarp)
         {
-            weigh(segment, ahead, row, pending);
+            weigh(segment, ahead, inputs, pending);
         }
         wait_for_copies<0>(); // of pending rows
         __syncthreads();
@@ -245,30 +274,29 @@ struct SingleRows
         __syncthreads();
         if (threadIdx.x < kSize)
         {
-            write_out(segment.first_row + row, ahead.norm, gate);
+            write_out(segment.first_row + row, ahead.norm, to_float(inputs.gate));
         }
         if (convolves())
         {
             if (pending >= 0)
             {
                 // What value heads share, by the last that has read it; of rows that join, nobody reads their places.
-                keep(segment.slot, pending, joins ? blockIdx.x == 0 : shared.is_last);
+                keep(segment.slot, pending, inputs.row, joins ? blockIdx.x == 0 : shared.is_last);
             }
-            own().before[0] = own().before[1];
-            own().before[1] = own().before[2];
-            own().before[2] = own().row;
+            before(0) = before(1);
+            before(1) = before(2);
+            before(2) = inputs.row;
         }
     }
 
-    __device__ __forceinline__ float4 convolve() const
+    __device__ __forceinline__ float4 convolve(Four const& row) const
     {
-        Convolution const x = own();
+        Four const a = before(0), b = before(1), c = before(2);
         float y[kLane];
 #pragma unroll
         for (int i = 0; i < kLane; ++i)
         {
-            y[i] = Rows<T, kSize, kSize>::mix(
-                x.taps[i], x.before[0].at[i], x.before[1].at[i], x.before[2].at[i], x.row.at[i]);
+            y[i] = Rows<T, kSize, kSize>::mix(shared.taps[warp][i][lane], a.at[i], b.at[i], c.at[i], row.at[i]);
         }
         float by = 1.f;
         if (warp != kValuesWarp)
@@ -279,17 +307,16 @@ struct SingleRows
         return {y[0] * by, y[1] * by, y[2] * by, y[3] * by};
     }
 
-    __device__ __forceinline__ void weigh(Segment const& segment, Ahead const& ahead, int row, int pending) const
+    __device__ __forceinline__ void weigh(
+        Segment const& segment, Ahead const& ahead, Inputs const& inputs, int pending) const
     {
-        T const* const from = static_cast<T const*>(place.p.gates)
-            + int64_t{segment.first_row + row} * place.p.gates_row_stride + place.head;
-        float const a = to_float(from[place.p.value_heads]) + ahead.bias;
+        float const a = to_float(inputs.decay) + ahead.bias;
         float const softplus = fmaxf(a, 0.f) + log1pf(expf(-fabsf(a)));
         float const decay = expf(-expf(ahead.rate) * softplus);
         if (lane == 0)
         {
             shared.decay = decay;
-            shared.share = 1.f / (1.f + expf(-to_float(from[0])));
+            shared.share = 1.f / (1.f + expf(-to_float(inputs.share)));
             if (pending >= 0)
             {
                 *place.decay(segment.slot, pending) = decay;
@@ -341,7 +368,7 @@ struct SingleRows
     __device__ __forceinline__ float with_pending(float sum, int accepted, bool is_query, int value) const
     {
         sum *= shared.pending_kept;
-#pragma unroll 1
+#pragma unroll 4
         for (int row = 0; row < accepted; ++row)
         {
             float const write = reinterpret_cast<float const*>(shared.pending_writes[row])[value];
@@ -412,20 +439,21 @@ struct SingleRows
         }
     }
 
-    // Each lane of a half gets one of 16 sums over the half, that of its number.
+    // Each lane of a half gets one of 16 sums over the half, that of its number. Of 2 kStep sums half are done with.
+    template <int kStep = kOfWarp / 2>
     __device__ __forceinline__ float sum_across(float (&sums)[kOfWarp]) const
     {
+        bool const is_upper = lane & kStep;
 #pragma unroll
-        for (int step = kOfWarp / 2; step > 0; step /= 2)
+        for (int i = 0; i < kStep; ++i)
         {
-            bool const is_upper = lane & step;
-#pragma unroll
-            for (int i = 0; i < step; ++i)
-            {
-                float const own = is_upper ? sums[i + step] : sums[i];
-                float const others = is_upper ? sums[i] : sums[i + step];
-                sums[i] = own + __shfl_xor_sync(0xffffffffu, others, step);
-            }
+            float const own = is_upper ? sums[i + kStep] : sums[i];
+            float const others = is_upper ? sums[i] : sums[i + kStep];
+            sums[i] = own + __shfl_xor_sync(0xffffffffu, others, kStep);
+        }
+        if constexpr (kStep > 1)
+        {
+            return sum_across<kStep / 2>(sums);
         }
         return sums[0];
     }
@@ -444,7 +472,7 @@ struct SingleRows
     }
 
     // Keeps what the next step's convolution sees, and the row's keys.
-    __device__ __forceinline__ void keep(int slot, int pending, bool keeps_shared) const
+    __device__ __forceinline__ void keep(int slot, int pending, Four const& row, bool keeps_shared) const
     {
         if (warp != kValuesWarp && !keeps_shared)
         {
@@ -456,10 +484,10 @@ struct SingleRows
 #pragma unroll
             for (int i = 0; i < kBefore; ++i)
             {
-                store_vector(to + i * place.channels(), own().before[i]);
+                store_vector(to + i * place.channels(), before(i));
             }
         }
-        store_vector(place.window_row(slot, kBefore + pending) + channel(), own().row);
+        store_vector(place.window_row(slot, kBefore + pending) + channel(), row);
         if (warp == kKeysWarp)
         {
             reinterpret_cast<float4*>(place.keys(slot, pending))[lane] = shared.rows[kKeysWarp][lane];

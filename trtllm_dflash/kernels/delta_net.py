@@ -16,7 +16,7 @@ DELTA_SIZES = (16, 32, 64, 128)
 DELTA_TAPS = 4
 DELTA_ROWS = 16
 #: Rows beside a state up to which steps of single rows leave it unwritten: reading it with them takes longer with each.
-MOST_KEPT = 12
+MOST_KEPT = 16
 
 
 DeltaNetParams = structure(
