@@ -72,8 +72,8 @@ class Traced:
         self.steps.append(ran)
         read = outcome.read
 
-        def noted() -> list[list[int]]:
-            tokens: list[list[int]] = read()
+        def noted() -> list[tuple[int, ...]]:
+            tokens: list[tuple[int, ...]] = read()
             ran.read = time.monotonic()
             return tokens
 

@@ -139,11 +139,11 @@ class TimedSession(Session):
         self._free_at = max(self._free_at, time.perf_counter()) + self._seconds
         return TimedOutcome([self._tokens(rows) for rows in row_counts], self._free_at)
 
-    def _tokens(self, rows: int) -> list[int]:
+    def _tokens(self, rows: int) -> tuple[int, ...]:
         count = 1
         while count < rows and self._chance.random() < self._survival:
             count += 1
-        return self._chance.choices(range(self.config.target.vocab_size), k=count)
+        return tuple(self._chance.choices(range(self.config.target.vocab_size), k=count))
 
     def _run(self, inputs: StepInputs[torch.Tensor], *_: object) -> StepOutputs[torch.Tensor]:
         raise AssertionError("nothing is computed")
@@ -155,10 +155,10 @@ class TimedSession(Session):
 class TimedOutcome(Outcome):
     """Tokens that are there at a moment of `time.perf_counter`."""
 
-    def __init__(self, tokens: list[list[int]], at: float) -> None:
+    def __init__(self, tokens: list[tuple[int, ...]], at: float) -> None:
         super().__init__(torch.empty(0))
         self._tokens, self._at = tokens, at
 
-    def read(self) -> list[list[int]]:
+    def read(self) -> list[tuple[int, ...]]:
         time.sleep(max(0.0, self._at - time.perf_counter()))
         return self._tokens

@@ -176,7 +176,7 @@ def test_pages_are_copied_before_the_rows_of_their_step(solo):
     outcome = session.run(
         Step([], [Piece(1, shared, ids[shared:], True)], Drafting.BLOCK, 16, False, given, copies)
     ).read()
-    drive.tokens[1], drive.read[1], drive.rows[1] = outcome[0], len(ids), 16
+    drive.tokens[1], drive.read[1], drive.rows[1] = list(outcome[0]), len(ids), 16
     assert drive.run()[1] == expected
 
 

@@ -200,14 +200,14 @@ class Oracle:
         step = Step(counts, [piece for piece, _, _ in pieces], Drafting.OFF, 1, False)
         written = self.session.run(step).read()
         for (slot, there, (_, tokens)), ids in zip(decode, written, strict=False):
-            assert ids == tokens, (slot, there, self.steps)
+            assert list(ids) == tokens, (slot, there, self.steps)
             there[1] += len(tokens)
             self.accepted.add(len(tokens) - 1)
             self.steps[there[0]] += 1
             if there[1] + 1 >= sum(map(len, self.texts[there[0]])):
                 self.most[there[0]], self.slots[slot] = self.steps[there[0]], None
         for (piece, there, first), ids in zip(pieces, written[len(decode) :], strict=True):
-            assert not piece.last or ids == first
+            assert not piece.last or list(ids) == first
             there[1] += len(piece.token_ids)
 
     def _drafted(self, slot, reply, at):

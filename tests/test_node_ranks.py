@@ -194,7 +194,7 @@ def test_ranks_are_counted_of_the_drafts_that_replies_got():
     for counts in ([3, 1, 0, 4], [0, 1, 0, 4], [3, 1, 0, 2], [0] * 4):
         expected = Counter(rank for own, count in zip(ranks, counts, strict=True) for rank in own[:count])
         assert [dict(outcome.rank_counts(counts)) for outcome in (captured, listed)] == [expected] * 2
-    assert captured.read() == [[7] * (row[0] + 1) for row in rows]
+    assert captured.read() == [(7,) * (row[0] + 1) for row in rows]
 
 
 def test_imposed_paths_have_no_ranks(tiny, prompts):

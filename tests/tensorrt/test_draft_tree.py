@@ -110,7 +110,7 @@ class Sessions:
         for (slot, _), count in zip(rows, accepted, strict=True):
             self.moved += sum(row != depth for depth, row in enumerate(path[slot, : count + 1].tolist()))
 
-    def _run(self, call: Step, width: int) -> list[list[int]]:
+    def _run(self, call: Step, width: int) -> list[tuple[int, ...]]:
         outcomes = self.tensorrt.run(call), self.torch.run(call)
         mine, theirs = (outcome.read() for outcome in outcomes)
         assert mine == theirs

@@ -135,7 +135,8 @@ def _plans(
         for place, (stay, ids) in enumerate(zip(launched.stays, launched.outcome.read(), strict=True)):
             if stay in behind:
                 decoded = place < len(launched.batch.stays)
-                behind[stay] = behind[stay] + ids if decoded else ids  # of its prompt, the last piece alone gives one
+                # Of its prompt, the last piece alone gives a token.
+                behind[stay] = [*behind[stay], *ids] if decoded else [*ids]
     drafting = [guide.slot for guide in guides if guide.own]
     drafts = dict(zip(drafting, session.drafts(drafting), strict=True)) if drafting else {}
     plans: list[Plan | None] = []

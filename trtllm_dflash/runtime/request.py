@@ -293,13 +293,13 @@ class Sequence:
         prompt = len(self.prompt_ids)
         return self.prompt_ids[first:end] + self.token_ids[max(0, first - prompt) : max(0, end - prompt)]
 
-    def begin(self, ids: list[int], now_ns: int) -> int:
+    def begin(self, ids: tuple[int, ...], now_ns: int) -> int:
         """Appends the token that its prompt's last piece gives; returns the number of tokens."""
         if not self.token_ids:
             self.times.first_token_ns = now_ns
         return self._commit_until_end(ids, now_ns)
 
-    def commit(self, ids: list[int], drafted: int, now_ns: int) -> int:
+    def commit(self, ids: tuple[int, ...], drafted: int, now_ns: int) -> int:
         """Appends a decoding step's final tokens, up to and with the one that ends the sequence; returns their number.
 
         Args:
@@ -331,14 +331,14 @@ class Sequence:
         except Exception as error:
             self.error = fault_of("text", error)
 
-    def _push(self, text: TextStream, ids: list[int]) -> None:
+    def _push(self, text: TextStream, ids: tuple[int, ...]) -> None:
         try:
             for token in ids:
                 text.push(token)
         except Exception as error:
             raise fault_of("text", error) from error
 
-    def _commit_until_end(self, ids: list[int], now_ns: int) -> int:
+    def _commit_until_end(self, ids: tuple[int, ...], now_ns: int) -> int:
         for count, token in enumerate(ids, start=1):
             self.token_ids.append(token)
             self.left -= 1

@@ -395,7 +395,7 @@ class Scheduler:
         if launched.reports:
             note_logprobs(launched.outcome.report, [stay.sequence for stay in launched.stays])
 
-    def _settle(self, launched: Launched, committed: list[list[int]], wrote_drafter: bool, now: int) -> None:
+    def _settle(self, launched: Launched, committed: list[tuple[int, ...]], wrote_drafter: bool, now: int) -> None:
         """Takes what a step has decoded. Its loop runs for every step and slot: no line that is not needed."""
         batch, under_way = launched.batch, self._decoded - launched.number
         if not wrote_drafter:
@@ -455,7 +455,7 @@ class Scheduler:
             self._batch = None
 
     def _settle_piece(
-        self, stay: Stay, count: int, ids: list[int], launched: Launched, wrote_drafter: bool, now: int
+        self, stay: Stay, count: int, ids: tuple[int, ...], launched: Launched, wrote_drafter: bool, now: int
     ) -> None:
         if not wrote_drafter:
             stay.note_drafter_rows()

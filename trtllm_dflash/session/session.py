@@ -9,7 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cache
 from itertools import chain, islice
+from struct import Struct
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +34,12 @@ from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
 
 Tensor = torch.Tensor
 Rows = npt.NDArray[np.int32]
+
+
+@cache
+def _unpackers(width: int) -> list[Callable[..., tuple[Any, ...]]]:
+    """Makes what unpacks the final tokens of a row of so many int32, by the number of its accepted drafts."""
+    return [Struct(f"{tokens}i").unpack_from for tokens in range(1, width)]
 
 
 class Outcome:
@@ -94,10 +103,12 @@ class Outcome:
             return {rank: count for rank, count in enumerate(found) if rank and count}
         return Counter(chain.from_iterable(map(islice, self.ranks, counts)))
 
-    def read(self) -> list[list[int]]:
+    def read(self) -> list[tuple[int, ...]]:
         """Reads the tokens that became final, by slot of the call: the target's choices up to the first wrong draft."""
-        rows: list[list[int]] = self._wait()[:, : self._first_rank or None].tolist()
-        tokens = [row[1 : row[0] + 2] for row in rows]
+        rows = self._wait()
+        # The final ones alone, out of the bytes: most of a whole matrix of Python's integers would be for nothing.
+        unpack, begins, found = _unpackers(rows.shape[1]), range(4, rows.nbytes, 4 * rows.shape[1]), rows.tobytes()
+        tokens = [unpack[n](found, begin) for n, begin in zip(rows[:, 0].tolist(), begins, strict=True)]
         return tokens if self._places is None else [tokens[place] for place in self._places]
 
     def read_whole(self) -> list[list[int]]:
@@ -110,7 +121,7 @@ class Outcome:
         if self._arrived is None:
             if self._event is not None:
                 self._event.synchronize()
-            self._arrived = self._parse(self._decided).numpy()
+            self._arrived = self._parse(self._decided).numpy().astype(np.int32, copy=False)
         return self._arrived
 
     def _parse(self, host: Tensor) -> Tensor:
