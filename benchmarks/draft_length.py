@@ -94,11 +94,11 @@ class Bench:
 
         def choose() -> int:
             drafts = length.choose(batch)
-            for _ in range(batch):
-                accepted = 0
-                while accepted < drafts and draw.random() < survival:
-                    accepted += 1
-                length.observe({(drafts, accepted): 1})
+            accepted = [0] * batch
+            for slot in range(batch):
+                while accepted[slot] < drafts and draw.random() < survival:
+                    accepted[slot] += 1
+            length.observe([drafts] * batch, accepted)
             return drafts
 
         for _ in range(SETTLING):

@@ -15,10 +15,11 @@ from trtllm_dflash.engine.ladder import batch_sizes, draft_lengths
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime import service
-from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength, count_verified
+from trtllm_dflash.runtime.draft_length import AdaptiveDraftLength, DraftLength
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.settings import ServiceSettings
 from trtllm_dflash.runtime.step_times import FILE, decoding_times, step_times
+from trtllm_dflash.runtime.verified import VerifiedDrafts
 from trtllm_dflash.serving.repository import DeploySettings
 
 LENGTHS = draft_lengths(16)
@@ -37,7 +38,11 @@ def times(cost_of_a_row, drafter=0.2):
 def test_sequences_are_counted_by_their_drafts_and_the_accepted_ones(drafted):
     accepted = [min(count, given) for count, given in zip([2, 0, 2, 4, 15, 0], drafted, strict=True)]
     expected = Counter((min(given, 15), n) for given, n in zip(drafted, accepted, strict=True) if given)
-    assert count_verified(drafted, accepted, 15) == expected
+    verified = VerifiedDrafts(15)
+    for steps in range(1, 40):
+        verified.note(drafted, accepted)
+        if steps % 19 == 0:
+            assert verified.counts() == Counter({key: steps * count for key, count in expected.items()})
 
 
 def follow(length, slots, survival, steps, seed=0, of_tree=None):
@@ -53,7 +58,7 @@ def follow(length, slots, survival, steps, seed=0, of_tree=None):
         p = of_tree if of_tree is not None and drafts == LENGTHS[-1] else survival
         for _ in range(slots):
             accepted = next((i for i in range(drafts) if chance.random() > p), drafts)
-            length.observe({(drafts, accepted): 1})
+            length.observe([drafts], [accepted])
             tokens += accepted + 1
         drafts = length.choose(slots)
     return tokens / seconds

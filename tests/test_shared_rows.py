@@ -103,9 +103,10 @@ def served(rule, own, shared, gains, steps=600):
         chosen[rule.shares, drafts] += 1
         if rule.shares:
             rule.foresee(gains)
-            rule.observe_shared(SLOTS, {(drafts, n): count for n, count in spread(shared[drafts])})
+            accepted = [n for n, count in spread(shared[drafts]) for _ in range(count)]
+            rule.observe_shared([drafts] * SLOTS, accepted)
         elif drafts:
-            rule.observe({(drafts, own[drafts]): SLOTS})
+            rule.observe([drafts] * SLOTS, [own[drafts]] * SLOTS)
     return chosen
 
 
@@ -143,7 +144,7 @@ def test_shared_rows_are_as_many_as_their_drafts_are_worth():
     assert poor[False, 0] > 500 and poor[True, 1] < 60, "plainly, mostly"
     rule = SharedRows(TIMES, SHARED)
     rule.foresee([0.9, 0.9, 0.9, 0.0, 0.0, 0.0, 0.0])
-    rule.observe_shared(SLOTS, {(3, 0): 12, (3, 1): 4})  # a tenth of what was foreseen
+    rule.observe_shared([3] * SLOTS, [0] * 12 + [1] * 4)  # a tenth of what was foreseen
     assert rule._shared_length(SLOTS, 3) == 1
 
 
@@ -194,8 +195,8 @@ def test_rows_left_by_shared_ones_are_cut_and_teach_nothing_where_each_has_its_o
             self.step += 1
             return 7 if self.shares else (3, 0, 15)[self.step // 4 % 3]
 
-        def observe(self, verified):
-            self.seen.append(max(drafts for drafts, _ in verified))
+        def observe(self, drafted, accepted):
+            self.seen.append(max(drafted))
 
     llm, rule = changed(tiny, max_batch=4), Turns(7)
     params = SamplingParams(max_tokens=40, ignore_eos=True)

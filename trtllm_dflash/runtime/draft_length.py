@@ -5,8 +5,7 @@ With few slots a long block is nearly free; with many, its rows cost more than t
 """
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 from typing import Annotated, Literal
@@ -14,6 +13,7 @@ from typing import Annotated, Literal
 from trtllm_dflash.cost.acceptance import chain_power
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.runtime.auto import count_or_auto
+from trtllm_dflash.runtime.verified import VerifiedDrafts
 
 #: Steps between two tries of the next longer length, without which a drafter that has become good is never noticed.
 PROBE_STEPS = 64
@@ -30,23 +30,6 @@ StepTimes = dict[tuple[int, int], float]
 
 #: Tokens to draft a step, or "auto" for what the load makes best: a field of settings, read from texts too.
 DraftLengthChoice = Annotated[int | Literal["auto"], count_or_auto("draft_length", 0)]
-
-
-def count_verified(drafted: list[int], accepted: list[int], longest: int) -> dict[tuple[int, int], int]:
-    """Counts the sequences of a step by their drafts and the accepted ones, as `DraftLength.observe` takes them.
-
-    Args:
-        drafted, accepted: of each sequence; those without drafts are not counted.
-        longest: drafts of the longest chain; more are a tree's, which count by depth.
-    """
-    verified: dict[tuple[int, int], int]
-    if drafted.count(drafted[0]) == len(drafted):  # all but always; numbers are counted sooner than pairs
-        drafts = min(drafted[0], longest)
-        verified = {(drafts, n): sequences for n, sequences in Counter(accepted).items()}
-    else:
-        verified = Counter(zip((min(drafts, longest) for drafts in drafted), accepted, strict=True))
-    verified.pop((0, 0), None)
-    return verified
 
 
 def check_draft_length(choice: int | Literal["auto"], block_size: int) -> None:
@@ -86,11 +69,14 @@ class DraftLength(ABC):
     def foresee(self, gains: Sequence[float]) -> None:  # noqa: B027
         """Records what one more draft a slot, on average, is likely to commit, after none, one and so on."""
 
-    def observe_shared(self, slots: int, verified: Mapping[tuple[int, int], int]) -> None:  # noqa: B027
-        """Records as `observe` does a step in which so many sequences shared rows, some of which had no drafts."""
+    def observe_shared(self, drafted: list[int], accepted: list[int]) -> None:  # noqa: B027
+        """Records as `observe` does a step whose sequences shared rows: some may have had no drafts."""
 
-    def observe(self, verified: Mapping[tuple[int, int], int]) -> None:  # noqa: B027
-        """Records the drafts of a step's sequences: numbers of sequences by drafts verified, and accepted of them."""
+    def observe(self, drafted: list[int], accepted: list[int]) -> None:  # noqa: B027
+        """Records the drafts of a step's sequences: those that were verified of each, and the accepted ones.
+
+        Nobody may change the lists from now on.
+        """
 
 
 class FixedDraftLength(DraftLength):
@@ -124,7 +110,7 @@ class AdaptiveDraftLength(DraftLength):
         # Counts of drafts whose predecessors were all accepted, by position from 1: tries, and those accepted.
         self._tries = [PRIOR_TRIES] * longest
         self._accepted = [PRIOR * PRIOR_TRIES] * longest
-        self._new: Counter[tuple[int, int]] = Counter()  # observed since the last look
+        self._new = VerifiedDrafts(longest)  # since the last look
         self._steps = 0
         self._best: dict[int, int] = {}  # by number of slots, until the next look at what was observed
 
@@ -147,16 +133,15 @@ class AdaptiveDraftLength(DraftLength):
             return longer[0] if longer else best
         return best
 
-    def observe(self, verified: Mapping[tuple[int, int], int]) -> None:
-        for drafts, count in verified.items():
-            self._new[drafts] += count
+    def observe(self, drafted: list[int], accepted: list[int]) -> None:
+        self._new.note(drafted, accepted)
 
     def _look(self) -> None:
         """Adds what was observed since the last look to what is remembered."""
         longest = len(self._tries)
-        trees = {key: count for key, count in self._new.items() if key[0] == longest}
-        chains = {key: count for key, count in self._new.items() if key[0] < longest}
-        self._new.clear()
+        new, self._new = self._new.counts(), VerifiedDrafts(longest)
+        trees = {key: count for key, count in new.items() if key[0] == longest}
+        chains = {key: count for key, count in new.items() if key[0] < longest}
         for observed, power in ((trees, self._power), (chains, 1.0)):
             reached = [0] * (longest + 1)  # sequences whose drafts before a position were all accepted
             right = [0] * (longest + 1)  # those whose draft there was, too

@@ -1,10 +1,13 @@
 """A step on its way."""
 
 from dataclasses import dataclass, field
+from itertools import compress
 
 from trtllm_dflash.errors import DFlashError
 from trtllm_dflash.runtime.batch import Batch
+from trtllm_dflash.runtime.draft_length import DraftLength
 from trtllm_dflash.runtime.slots import Stay
+from trtllm_dflash.runtime.statistics import Statistics
 from trtllm_dflash.session.session import Outcome
 from trtllm_dflash.step import Drafting
 
@@ -21,6 +24,39 @@ class Launched:
     reports: bool  # it has log-probabilities
     errors: dict[Stay, DFlashError] = field(default_factory=dict)  # of replies whose grammars cannot be followed
     is_cut: bool = False  # whether it verified but a part of drafts that slots had shared rows for
+
+    def count_drafts(
+        self,
+        taken: list[int],
+        drafted: list[int],
+        accepted: list[int],
+        statistics: Statistics,
+        draft_length: DraftLength,
+    ) -> None:
+        """Counts the drafts that the step has verified.
+
+        Args:
+            taken: tokens that each reply got; 0 of those that do not count.
+            drafted, accepted: drafts of each.
+        """
+        if self.batch.trees:
+            statistics.note_ranks(self.outcome.ranks_of(accepted))
+        if not (all(taken) and all(self.batch.drafted)):
+            counted = [new and most for new, most in zip(taken, self.batch.drafted, strict=True)]
+            taken, drafted, accepted = (list(compress(of, counted)) for of in (taken, drafted, accepted))
+        if not taken:
+            return
+        statistics.note_drafts(taken, drafted, accepted)
+        if self.outcome.shared is not None:
+            draft_length.observe_shared(drafted, accepted)
+        elif not self.is_cut:
+            draft_length.observe(drafted, accepted)
+
+    @property
+    def drafted(self) -> list[int]:
+        """Drafts that the step verifies of each decoding slot."""
+        shared = self.outcome.shared
+        return self.batch.drafted if shared is None else [rows - 1 for rows in shared]
 
     @property
     def stays(self) -> list[Stay]:

@@ -16,7 +16,7 @@ from trtllm_dflash.errors import DeadlineError, DFlashError, EngineError
 from trtllm_dflash.runtime.batch import NOBODY, Batch
 from trtllm_dflash.runtime.checkpoints import checkpoints_of
 from trtllm_dflash.runtime.deadlines import Deadlines
-from trtllm_dflash.runtime.draft_length import DraftLength, FixedDraftLength, count_verified
+from trtllm_dflash.runtime.draft_length import DraftLength, FixedDraftLength
 from trtllm_dflash.runtime.drafting import DraftChooser
 from trtllm_dflash.runtime.guiding import guide_step
 from trtllm_dflash.runtime.launched import Launched
@@ -87,7 +87,7 @@ class Scheduler:
         self._unwanted: list[Sequence] = []
         self._deadlines = Deadlines()
         self._changed: list[Sequence] = []
-        self.statistics = Statistics(config.max_batch, _tokens(session), session.choice.labels)
+        self.statistics = Statistics(config.max_batch, _tokens(session), session.choice.labels, longest=self._longest)
         self.statistics.pages, self.statistics.window_pages = session.paging.pages, session.paging.window_pages
 
     @property
@@ -402,10 +402,10 @@ class Scheduler:
             for stay in batch.stays:
                 if stay.drafter_rows is None:
                     stay.note_drafter_rows()
-        shared = launched.outcome.shared
-        every = batch.drafted if shared is None else [got - 1 for got in shared]
         taken: list[int] = []  # tokens that each reply got; 0 where it had ended before that was known, or has failed
-        for stay, sequence, ids, drafted in zip(batch.stays, batch.sequences, committed, every, strict=False):
+        for stay, sequence, ids, drafted in zip(
+            batch.stays, batch.sequences, committed, launched.drafted, strict=False
+        ):
             if stay.over:
                 taken.append(0)
                 continue
@@ -424,27 +424,9 @@ class Scheduler:
         self.statistics.committed_tokens += sum(taken)
         self.statistics.kv_tokens_in_use += sum(map(len, compress(committed, taken)))
         if batch.drafts:
-            self._count_drafts(launched, every, taken)
-
-    def _count_drafts(self, launched: Launched, drafted: list[int], taken: list[int]) -> None:
-        """Counts the drafts that a step has verified, by the tokens that replies got."""
-        outcome, most = launched.outcome, launched.batch.drafted
-        steps = zip(launched.batch.sequences, taken, strict=False)
-        accepted = [sequence.accepted_per_step[-1] if n else 0 for sequence, n in steps]
-        if launched.batch.trees:
-            self.statistics.ranks.update(outcome.rank_counts(accepted))
-        if not all(taken):
-            taken, most, drafted, accepted = (list(compress(of, taken)) for of in (taken, most, drafted, accepted))
-        recent = list(compress(taken, most))
-        if not recent:
-            return
-        verified = count_verified(drafted, accepted, self._longest)
-        self.statistics.recent.extend(recent)
-        self.statistics.verified.update(verified)
-        if outcome.shared is not None:
-            self._draft_length.observe_shared(len(recent), verified)
-        elif not launched.is_cut:
-            self._draft_length.observe(verified)
+            last = zip(batch.sequences, taken, strict=True)
+            accepted = [sequence.accepted_per_step[-1] if n else 0 for sequence, n in last]
+            launched.count_drafts(taken, launched.drafted, accepted, self.statistics, self._draft_length)
 
     def _retire(self, stay: Stay) -> None:
         """Takes a sequence out of the decoding ones: it has ended, or the steps under way end it, a token each."""

@@ -4,7 +4,7 @@ How many rows there are the host chooses here; whose they are, the device does (
 draft is likely to commit. It tells the host what so many more rows would commit.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from trtllm_dflash.engine.ladder import LEAST_SHARING
@@ -95,27 +95,26 @@ class SharedRows(AdaptiveDraftLength):
     def foresee(self, gains: Sequence[float]) -> None:
         self._foreseen = list(accumulate(gains, initial=0.0))
 
-    def observe(self, verified: Mapping[tuple[int, int], int]) -> None:
-        super().observe(verified)
+    def observe(self, drafted: list[int], accepted: list[int]) -> None:
+        super().observe(drafted, accepted)
         self._in_row = 0
-        slots = sum(verified.values())
+        slots = len(drafted)
         if slots < LEAST_SHARING:
             return
-        accepted = sum(n * count for (_, n), count in verified.items()) / slots
-        drafts = max(drafts for drafts, _ in verified)
-        self._ways[False].note(1 + accepted, self._between(self._times, slots, drafts))
+        drafts = min(max(drafted), self._lengths[-1])  # a tree's count by depth
+        self._ways[False].note(1 + sum(accepted) / slots, self._between(self._times, slots, drafts))
 
-    def observe_shared(self, slots: int, verified: Mapping[tuple[int, int], int]) -> None:
+    def observe_shared(self, drafted: list[int], accepted: list[int]) -> None:
+        slots = len(drafted)
         if not self._foreseen or slots < LEAST_SHARING:
             return
-        drafts = sum(given * count for (given, _), count in verified.items()) / slots
-        accepted = sum(n * count for (_, n), count in verified.items()) / slots
+        drafts, right = sum(drafted) / slots, sum(accepted) / slots
         keep = MEMORY / (MEMORY + 1)
-        self._right = keep * self._right + accepted
+        self._right = keep * self._right + right
         self._expected = keep * self._expected + self._foreseen_of(drafts)
         self._in_row += 1
         if self._in_row > _FIRST:
-            self._ways[True].note(1 + accepted, self._between(self._shared_times, slots, drafts))
+            self._ways[True].note(1 + right, self._between(self._shared_times, slots, drafts))
 
     def _shared_length(self, slots: int, own: int) -> int:
         """Chooses the drafts of slots that share rows, on average."""

@@ -8,6 +8,8 @@ from typing import Literal
 
 from trtllm_dflash.errors import CancelledError, DeadlineError, ShutdownError
 from trtllm_dflash.runtime.request import Sequence
+from trtllm_dflash.runtime.verified import AcceptedRanks, VerifiedDrafts
+from trtllm_dflash.session.session import Ints
 
 #: Drafted steps that the acceptance length is the mean of.
 RECENT_STEPS = 1000
@@ -58,9 +60,8 @@ class Statistics:
 
     Attributes:
         computes: names of what computes the steps; see `Choice.labels`.
-        verified: drafted steps of sequences, by their drafts, and by how many of them were accepted.
-        ranks: accepted drafts of trees, by the place that the drafter gave each at its depth: 1 is its likeliest.
-        recent: tokens of the last of them.
+        longest: drafts of the longest chain.
+        recent: tokens of the last drafted steps of sequences.
     """
 
     slots: int = 0
@@ -82,8 +83,7 @@ class Statistics:
     prefix_hits: int = 0
     reused_tokens: int = 0
     committed_tokens: int = 0
-    verified: Counter[tuple[int, int]] = field(default_factory=Counter)
-    ranks: Counter[int] = field(default_factory=Counter)
+    longest: int = 0
     recent: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     histograms: dict[str, Histogram] = field(
         default_factory=lambda: {
@@ -94,6 +94,28 @@ class Statistics:
             "rows": Histogram("dflash_step_prompt_tokens", "Prompt tokens of a step that reads any", _TOKENS),
         }
     )
+
+    def __post_init__(self) -> None:
+        self._verified, self._ranks = VerifiedDrafts(self.longest), AcceptedRanks()
+
+    def note_drafts(self, taken: list[int], drafted: list[int], accepted: list[int]) -> None:
+        """Notes drafted sequences of a step: the tokens, drafts and accepted drafts of each."""
+        self.recent.extend(taken)
+        self._verified.note(drafted, accepted)
+
+    def note_ranks(self, ranks: Ints) -> None:
+        """Notes the ranks of drafts that a step has accepted, and zeros."""
+        self._ranks.note(ranks)
+
+    @property
+    def verified(self) -> Counter[tuple[int, int]]:
+        """Drafted steps of sequences, by their drafts, and by how many of them were accepted."""
+        return self._verified.counts()
+
+    @property
+    def ranks(self) -> Counter[int]:
+        """Accepted drafts of trees, by the place that the drafter gave each at its depth: 1 is its likeliest."""
+        return self._ranks.counts()
 
     @property
     def drafted(self) -> Counter[int]:

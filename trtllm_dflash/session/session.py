@@ -5,8 +5,7 @@ take part, launches, and reads a step's outcome at any later time.
 """
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -33,7 +32,7 @@ from trtllm_dflash.session.slots import SlotTensors
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
 
 Tensor = torch.Tensor
-Rows = npt.NDArray[np.int32]
+Ints = npt.NDArray[np.int32]
 
 
 @cache
@@ -71,7 +70,7 @@ class Outcome:
             self._event = torch.cuda.Event()
             self._event.record()
         self._decided = decided
-        self._arrived: Rows | None = None  # its rows, once they have arrived
+        self._arrived: Ints | None = None  # its rows, once they have arrived
         self._places: list[int] | None = None
 
     @property
@@ -95,13 +94,12 @@ class Outcome:
             ranks = [row[first : first + row[0]] for row in self.read_whole()]
         return ranks if self._places is None or not ranks else [ranks[place] for place in self._places]
 
-    def rank_counts(self, counts: list[int]) -> Mapping[int, int]:
-        """Counts the ranks of each slot's first accepted drafts, so many of each; see `ranks`."""
+    def ranks_of(self, counts: list[int]) -> Ints:
+        """Lists the ranks of each slot's first accepted drafts, so many of each, and zeros; see `ranks`."""
         rows, first = self._wait()[: len(counts)], self._first_rank
         if first and rows[:, 0].tolist() == counts:  # all of them, as mostly: what is behind them is 0
-            found = np.bincount(rows[:, first:].ravel()).tolist()
-            return {rank: count for rank, count in enumerate(found) if rank and count}
-        return Counter(chain.from_iterable(map(islice, self.ranks, counts)))
+            return rows[:, first:].ravel()
+        return np.fromiter(chain.from_iterable(map(islice, self.ranks, counts)), np.int32)
 
     def read(self) -> list[tuple[int, ...]]:
         """Reads the tokens that became final, by slot of the call: the target's choices up to the first wrong draft."""
@@ -116,7 +114,7 @@ class Outcome:
         rows: list[list[int]] = self._wait().tolist()
         return rows
 
-    def _wait(self) -> Rows:
+    def _wait(self) -> Ints:
         """Waits for what comes from the device."""
         if self._arrived is None:
             if self._event is not None:
