@@ -148,9 +148,9 @@ class Pages:
 
     def grow(self, lease: Lease) -> tuple[int, int]:
         """Gives a sequence one more page, which must be available; returns its place in the sequence, and the page."""
-        node = self._take()
-        lease.nodes.append(node)
-        return len(lease.nodes) - 1, node.page
+        node, nodes = self._take(), lease.nodes
+        nodes.append(node)
+        return len(nodes) - 1, node.page
 
     def look(self, lease: Lease, rows: int, end: int) -> range:
         """Gives a sequence pages of layers with a window, and takes back those that it sees no more.
@@ -370,7 +370,8 @@ class Pages:
             self._unlink(node)
             self._free.append(page)
         node = Node(self._free.pop())
-        self._refer(node)
+        node.refs = 1
+        self.used += 1
         if self.windows is not None:
             self.windows.forget(node.page)
         return node

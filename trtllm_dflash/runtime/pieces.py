@@ -4,7 +4,7 @@ from trtllm_dflash.runtime.logprobs import next_ids
 from trtllm_dflash.runtime.prefill_budget import divide
 from trtllm_dflash.runtime.request import Sequence
 from trtllm_dflash.runtime.slots import Stay
-from trtllm_dflash.session.calls import Piece, SlotPenalties, SlotSampling
+from trtllm_dflash.session.calls import Piece, SlotPenalties, SlotSampling, Step
 
 
 def divided(budget: int, waiting: list[Stay]) -> list[tuple[Stay, int]]:
@@ -26,6 +26,16 @@ def piece_of(stay: Stay, count: int) -> Piece:
         next_ids=next_ids(stay, count),
         penalties=_penalties_of(sequence) if last and params.penalizes else None,
     )
+
+
+def add_needs(step: Step, stays: list[Stay]) -> None:
+    """Adds to a step what the sequences need whose prompts it reads: ways to choose a token, and copies of rows."""
+    asked = [stay.sequence.params for stay in stays]
+    step.sampled |= any(params.temperature > 0 for params in asked)
+    step.logprobs |= any(params.logprobs is not None for params in asked)
+    step.penalized = step.penalized + [piece.slot for piece in step.pieces if piece.penalties is not None]
+    step.copies = [stay.lease.copy for stay in stays if stay.lease.copy is not None]
+    step.window_copies = [stay.lease.window_copy for stay in stays if stay.lease.window_copy is not None]
 
 
 def _penalties_of(sequence: Sequence) -> SlotPenalties:

@@ -22,7 +22,7 @@ from trtllm_dflash.runtime.guiding import guide_step
 from trtllm_dflash.runtime.launched import Launched
 from trtllm_dflash.runtime.logprobs import note_logprobs
 from trtllm_dflash.runtime.pace import Pace
-from trtllm_dflash.runtime.pieces import divided, piece_of
+from trtllm_dflash.runtime.pieces import add_needs, divided, piece_of
 from trtllm_dflash.runtime.prefill_budget import FixedPrefillBudget, PrefillBudget
 from trtllm_dflash.runtime.queue import Queue
 from trtllm_dflash.runtime.request import Sequence
@@ -315,20 +315,20 @@ class Scheduler:
             pieces=calls,
             drafting=drafts.drafting,
             block=drafts.block,
-            sampled=batch.sampled or any(stay.sequence.params.temperature > 0 for stay, _ in pieces),
-            penalized=batch.penalized + [piece.slot for piece in calls if piece.penalties is not None],
+            sampled=batch.sampled,
+            penalized=batch.penalized,
             guides=guides,
             masks=masks,
-            logprobs=batch.logprobs or any(stay.sequence.params.logprobs is not None for stay, _ in pieces),
+            logprobs=batch.logprobs,
             pages=self._slots.table_changes,
-            copies=[stay.lease.copy for stay, _ in pieces if stay.lease.copy is not None],
             window_pages=self._slots.window_changes,
-            window_copies=[stay.lease.window_copy for stay, _ in pieces if stay.lease.window_copy is not None],
             tree=drafts.tree,
             chances=drafts.shares,
             share=drafts.share,
             state_copies=self._slots.state_copies,
         )
+        if pieces:
+            add_needs(step, begin)
         outcome = self._session.run(step)
         self._slots.begin_changes()
         self._chooser.note(drafts)
