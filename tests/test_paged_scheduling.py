@@ -3,6 +3,7 @@
 import gc
 import random
 import weakref
+from collections import Counter
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.virtual_time import Clock
 from trtllm_dflash.errors import CancelledError, DeadlineError, EngineError
 from trtllm_dflash.runtime.draft_length import DraftLength
 from trtllm_dflash.runtime.prefill_budget import FixedPrefillBudget
+from trtllm_dflash.runtime.request import Sequence
 from trtllm_dflash.runtime.scheduler import Scheduler
 
 
@@ -121,6 +123,60 @@ def test_replies_do_not_depend_on_pages_and_who_joins_and_leaves(window, pages, 
     assert statistics.prefix_hits > 5
     assert (statistics.preemptions > 0) == (pages < 40)
     assert statistics.running == statistics.kv_tokens_in_use == statistics.pages_used == 0
+
+
+@pytest.mark.parametrize("pages", [11, 40])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("window", [0, 30])
+def test_slots_where_nothing_happens_are_settled_as_those_that_are_looked_at(window, ahead, pages, monkeypatch):
+    """The same steps, replies and counts, whether each token is looked at or only those that may matter."""
+
+    def course():
+        chance = random.Random(pages + ahead)
+        session = PagedSession(pages=pages, ahead=ahead, window=window)
+        scheduler = Scheduler(session, draft_length=AnyLength(), budget=FixedPrefillBudget(70))
+        sequences = [
+            request(prompt, chance.choice([1, 2, 9, 60]), draft=i % 6 != 5, ignore_eos=i % 4 != 3, seed=i)
+            for i, prompt in enumerate(prompts(chance, 30))
+        ]
+        for sequence in sequences:
+            scheduler.submit(sequence)
+        counted = []
+        while scheduler.busy:
+            changed, counts = [sequence.arrival for sequence in scheduler.step()], scheduler.statistics
+            counted.append((changed, counts.committed_tokens, Counter(counts.verified), *counts.recent))
+            assert counts.kv_tokens_in_use == sum(stay.rows for stay in scheduler._slots)
+        replies = [(s.token_ids, s.accepted_per_step, s.accepted, s.drafted, s.pages) for s in sequences]
+        return session.steps, counted, replies
+
+    found = course()
+    monkeypatch.setattr(Sequence, "is_watched", True)
+    assert course() == found
+
+
+def test_a_text_that_fails_takes_nothing_along_and_leaves_nothing():
+    class Text:
+        stopped, tokens = False, 0
+
+        def push(self, token):
+            self.tokens += 1
+            if self.tokens > 20:
+                raise ValueError("no such token")
+
+    session = PagedSession(pages=40)
+    scheduler = Scheduler(session, draft_length=AnyLength())
+    broken, sound = request([3] * 70, 60), request([4] * 70, 60)
+    broken.text = Text()
+    scheduler.submit(broken)
+    scheduler.submit(sound)
+    while scheduler.busy:
+        scheduler.step()
+        counted = scheduler.statistics.kv_tokens_in_use
+        assert counted == sum(stay.rows for stay in scheduler._slots)
+    assert str(broken.error) == "the reply's text failed: ValueError: no such token"
+    assert sum(broken.accepted_per_step) == broken.accepted < 20
+    assert sound.token_ids == reply(sound.prompt_ids, sound.params)
+    assert scheduler.statistics.pages_used == 0
 
 
 def test_pages_that_a_window_has_left_are_given_back_while_the_sequence_runs():

@@ -21,6 +21,7 @@ class Batch:
     logprobs: bool
     penalized: list[int]  # slots
     guided: list[int]  # places of slots whose replies have a grammar
+    end_ids: frozenset[int]  # tokens that end any of the replies
 
     @classmethod
     def of(cls, stays: list[Stay]) -> "Batch":
@@ -40,6 +41,7 @@ class Batch:
             logprobs=any(stay.sequence.params.logprobs is not None for stay in stays),
             guided=[place for place, stay in enumerate(stays) if stay.sequence.grammar is not None],
             penalized=[stay.slot for stay in stays if stay.sequence.params.penalizes],
+            end_ids=frozenset().union(*{stay.sequence.end_token_ids for stay in stays}),
         )
 
     def cut(self, most: int) -> "Batch":

@@ -228,7 +228,6 @@ class Sequence:
         arrival: its place among all requests, in order of arrival; -1 before it is queued.
         reused: prompt tokens whose K/V rows an earlier request had left.
         pages, shared_pages: as in `Completion`.
-        left: tokens that the reply may still get; 0 once it has ended.
         accepted_per_step: drafts of each decoding step that became part of the reply.
         logprobs, prompt_logprobs: of tokens of the reply, and of the prompt but its first, so far.
         bad_runs: runs of tokens that the reply is kept from.
@@ -248,7 +247,6 @@ class Sequence:
     pages: int = 0
     shared_pages: int = 0
     token_ids: list[int] = field(default_factory=list)
-    left: int = field(init=False)
     accepted_per_step: list[int] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
@@ -264,13 +262,22 @@ class Sequence:
     _has_stops: bool = False
 
     def __post_init__(self) -> None:
-        self.left = self.room - len(self.token_ids)
         self._has_stops = bool(self.params.stop or self.params.stop_token_sequences or self.grammar)
 
     @property
     def done(self) -> bool:
         """Whether the sequence has ended, with a reply or an error."""
         return self.finish_reason is not None or self.error is not None
+
+    @property
+    def left(self) -> int:
+        """Tokens that the reply may still get; 0 once it has ended."""
+        return 0 if self.done else self.room - len(self.token_ids)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether each of its tokens has to be looked at: for texts or runs that end it, or for its grammar."""
+        return self._has_stops
 
     @property
     def is_shaped(self) -> bool:
@@ -306,14 +313,11 @@ class Sequence:
             drafted: drafts that the step has verified.
         """
         taken = new = len(ids)
-        left = self.left - new
-        if left <= 0 or self._has_stops or not self.end_token_ids.isdisjoint(ids):
+        if len(self.token_ids) + new >= self.room or self._has_stops or not self.end_token_ids.isdisjoint(ids):
             taken = self._commit_until_end(ids, now_ns)
         else:
-            self.left = left
             self.token_ids += ids
-            if self.text is not None:
-                self._push(self.text, ids)
+            self.say(ids)
         accepted = taken - 1 if taken == new else taken  # the last is the bonus token, unless a draft was the end
         self.accepted_per_step.append(accepted)
         self.accepted += accepted
@@ -322,7 +326,6 @@ class Sequence:
 
     def cut(self, now_ns: int) -> None:
         """Ends the sequence where it is: its client has all that it wants."""
-        self.left = 0
         self.times.last_token_ns = now_ns
         try:
             if self.text is not None:
@@ -331,25 +334,27 @@ class Sequence:
         except Exception as error:
             self.error = fault_of("text", error)
 
-    def _push(self, text: TextStream, ids: tuple[int, ...]) -> None:
+    def say(self, ids: tuple[int, ...]) -> None:
+        """Adds tokens to its text, where it has one; none of them is its end."""
+        if self.text is None:
+            return
         try:
             for token in ids:
-                text.push(token)
+                self.text.push(token)
         except Exception as error:
             raise fault_of("text", error) from error
 
     def _commit_until_end(self, ids: tuple[int, ...], now_ns: int) -> int:
         for count, token in enumerate(ids, start=1):
             self.token_ids.append(token)
-            self.left -= 1
+            is_full = len(self.token_ids) >= self.room
             if self.grammar is not None:
                 self._accept(self.grammar, token)
             ended = token in self.end_token_ids or self._ends_with_stop_sequence()
             if self.text is not None:
-                ended = self._say(self.text, token, ended) or ended
-            if ended or not self.left:
+                ended = self._say(self.text, token, ended or is_full) or ended
+            if ended or is_full:
                 self.finish_reason = "stop" if ended else "length"
-                self.left = 0
                 self.times.last_token_ns = now_ns
                 return count
         return len(ids)
@@ -360,11 +365,11 @@ class Sequence:
         except Exception as error:
             raise fault_of("grammar", error) from error
 
-    def _say(self, text: TextStream, token: int, ended: bool) -> bool:
+    def _say(self, text: TextStream, token: int, is_last: bool) -> bool:
         """Adds a token to the text, the last one if the reply has ended; returns whether a stop string has come."""
         try:
             text.push(token)
-            if ended or text.stopped or not self.left:
+            if is_last or text.stopped:
                 text.finish()
         except Exception as error:
             raise fault_of("text", error) from error

@@ -75,7 +75,7 @@ class Scheduler:
         # Every step under way may move a slot by a block, the next one writes a block, and its drafter another.
         margin = (self._ahead + 2) * (max(config.block_size, config.draft_tree + 1) if self._draft else 1)
         self._queue = Queue()
-        self._slots = Slots(config.max_batch, session.paging, margin, checkpoints_of(session))
+        self._slots = Slots(config.max_batch, session.paging, margin, checkpoints_of(session), self._ahead)
         self._prefilling: list[Stay] = []  # in order of rank
         self._running: list[Stay] = []  # without those that the steps under way will end
         self._short: list[Stay] = []  # need pages before their next step
@@ -87,8 +87,7 @@ class Scheduler:
         self._unwanted: list[Sequence] = []
         self._deadlines = Deadlines()
         self._changed: list[Sequence] = []
-        self.statistics = Statistics(config.max_batch, _tokens(session), session.choice.labels, longest=self._longest)
-        self.statistics.pages, self.statistics.window_pages = session.paging.pages, session.paging.window_pages
+        self.statistics = Statistics.of(session)
 
     @property
     def busy(self) -> bool:
@@ -151,8 +150,7 @@ class Scheduler:
 
     def _count_requests(self) -> None:
         statistics, pages = self.statistics, self._slots.pages
-        statistics.waiting = len(self._queue)
-        statistics.running = len(self._slots)
+        statistics.waiting, statistics.running = len(self._queue), len(self._slots)
         statistics.pages_used, statistics.pages_shared, statistics.pages_kept = pages.used, pages.shared, pages.kept
         if pages.windows is not None:
             statistics.window_pages_used = pages.windows.held
@@ -204,8 +202,10 @@ class Scheduler:
         """Counts a sequence that has got a slot, and lets its prompt be read."""
         self.statistics.kv_tokens_in_use += stay.rows
         insort(self._prefilling, stay, key=_RANK)
-        if not stay.sequence.times.first_scheduled_ns:
-            self._count_prompt(stay)
+        sequence = stay.sequence
+        if not sequence.times.first_scheduled_ns:
+            sequence.times.first_scheduled_ns, sequence.reused = time.time_ns(), stay.rows
+            self.statistics.count_prompt(stay.prompt, stay.rows)
 
     def _will_share(self, sequence: Sequence) -> bool:
         """Whether a prompt has whole pages in common with one that is read before it, which are not read yet."""
@@ -221,14 +221,6 @@ class Scheduler:
             if wanted < len(ids) and wanted <= len(others) and ids[:wanted] == others[:wanted]:
                 return True
         return False
-
-    def _count_prompt(self, stay: Stay) -> None:
-        statistics, sequence = self.statistics, stay.sequence
-        sequence.times.first_scheduled_ns = time.time_ns()
-        sequence.reused = stay.rows
-        statistics.prompt_tokens += stay.prompt
-        statistics.reused_tokens += stay.rows
-        statistics.prefix_hits += stay.rows > 0
 
     def _give_pages(self) -> None:
         """Gives running sequences the pages that their next step may write to; the last in rank wait again for them."""
@@ -397,36 +389,64 @@ class Scheduler:
 
     def _settle(self, launched: Launched, committed: list[tuple[int, ...]], wrote_drafter: bool, now: int) -> None:
         """Takes what a step has decoded. Its loop runs for every step and slot: no line that is not needed."""
-        batch, under_way = launched.batch, self._decoded - launched.number
-        if not wrote_drafter:
-            for stay in batch.stays:
-                if stay.drafter_rows is None:
-                    stay.note_drafter_rows()
-        taken: list[int] = []  # tokens that each reply got; 0 where it had ended before that was known, or has failed
-        for stay, sequence, ids, drafted in zip(
-            batch.stays, batch.sequences, committed, launched.drafted, strict=False
-        ):
-            if stay.over:
-                taken.append(0)
-                continue
-            try:
-                taken.append(sequence.commit(ids, drafted, now))
-            except Exception as error:  # of its text, say: nobody else's matter
-                taken.append(0)
-                self._fail(stay, error)
-                continue
-            stay.rows += len(ids)
-            if sequence.left <= under_way:
-                self._retire(stay)
-            elif stay.rows > stay.enough:
+        batch, drafted, under_way = launched.batch, launched.drafted, self._decoded - launched.number
+        for stay in () if wrote_drafter else batch.stays:
+            if stay.drafter_rows is None:
+                stay.note_drafter_rows()
+        taken = list(map(len, committed[: len(batch.stays)]))  # tokens that count; 0 of a reply that is over, or fails
+        accepted = [count - 1 for count in taken]
+        self.statistics.kv_tokens_in_use += sum(taken)
+        has_no_end = batch.end_ids.isdisjoint
+        slots = zip(range(len(taken)), batch.stays, batch.sequences, committed, taken, accepted, drafted, strict=False)
+        for place, stay, sequence, ids, new, survived, drafts in slots:
+            tokens = sequence.token_ids
+            if len(tokens) + new > stay.quiet or not has_no_end(ids):
+                if len(tokens) + new > stay.goes_on or not has_no_end(ids):
+                    taken[place] = self._look(stay, ids, drafts, under_way, now)
+                    accepted[place] = sequence.accepted_per_step[-1] if taken[place] else 0
+                    continue
                 self._short.append(stay)
-        self._changed += compress(batch.sequences, taken)
+            tokens += ids
+            if sequence.text is not None and not self._say(stay, ids):
+                taken[place] = accepted[place] = 0
+                continue
+            sequence.accepted_per_step.append(survived)
+            sequence.accepted += survived
+            sequence.drafted += drafts
+        self._changed += batch.sequences if all(taken) else compress(batch.sequences, taken)
         self.statistics.committed_tokens += sum(taken)
-        self.statistics.kv_tokens_in_use += sum(map(len, compress(committed, taken)))
         if batch.drafts:
-            last = zip(batch.sequences, taken, strict=True)
-            accepted = [sequence.accepted_per_step[-1] if n else 0 for sequence, n in last]
-            launched.count_drafts(taken, launched.drafted, accepted, self.statistics, self._draft_length)
+            launched.count_drafts(taken, drafted, accepted, self.statistics, self._draft_length)
+
+    def _say(self, stay: Stay, ids: tuple[int, ...]) -> bool:
+        """Adds tokens to a reply's text; False: that has failed, which is nobody else's matter."""
+        try:
+            stay.sequence.say(ids)
+        except Exception as error:
+            stay.offset -= len(ids)
+            self.statistics.kv_tokens_in_use -= len(ids)
+            self._fail(stay, error)
+            return False
+        return True
+
+    def _look(self, stay: Stay, ids: tuple[int, ...], drafted: int, under_way: int, now: int) -> int:
+        """Takes what a step has decoded for a slot that is to be looked at; returns the tokens that count."""
+        sequence, tokens, rows, taken = stay.sequence, stay.sequence.token_ids, stay.rows, 0
+        try:
+            if not stay.over:
+                taken = sequence.commit(ids, drafted, now)
+        except Exception as error:  # of its text or grammar
+            stay.rows = rows
+            self._fail(stay, error)
+        if not taken:
+            self.statistics.kv_tokens_in_use -= len(ids)
+            return 0
+        stay.offset += len(ids) - taken  # behind its end, there are rows too
+        if sequence.finish_reason is not None or sequence.room - len(tokens) <= under_way:
+            self._retire(stay)
+        elif stay.offset + len(tokens) > stay.enough:
+            self._short.append(stay)
+        return taken
 
     def _retire(self, stay: Stay) -> None:
         """Takes a sequence out of the decoding ones: it has ended, or the steps under way end it, a token each."""
@@ -441,14 +461,16 @@ class Scheduler:
     ) -> None:
         if not wrote_drafter:
             stay.note_drafter_rows()
-        stay.rows += count
+        rows = stay.rows = stay.rows + count
         self.statistics.kv_tokens_in_use += count
         try:
             self._slots.record(stay)
-            if stay.rows < stay.prompt:
+            if rows < stay.prompt:
                 return
             self.statistics.committed_tokens += stay.sequence.begin(ids, now)
+            stay.rows = rows
         except Exception as error:
+            stay.rows = rows
             self._fail(stay, error)
             return
         sequence = stay.sequence
@@ -472,9 +494,3 @@ class Scheduler:
             error = EngineError(f"a step failed: {type(error).__name__}: {lines[0] if lines else ''}")
         self._end(stay.sequence, error)
         self._leave(stay, forget=True)
-
-
-def _tokens(session: Session) -> int:
-    """Counts the tokens that fit in a session's caches."""
-    paging, most = session.paging, session.config.max_seq_len
-    return paging.pages * (most if paging.linear else paging.rows)

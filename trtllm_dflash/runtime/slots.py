@@ -20,12 +20,14 @@ class Stay:
         prompt: tokens to read before it decodes: its prompt, and those of its reply that earlier stays gave it.
         drafts: whether drafts are made for it.
         launched: how many tokens of the prompt have rows, or will by the steps that were launched.
-        rows: rows that the steps read so far have written, and that stay: the position of the next step's first one.
+        offset: rows less the tokens of its reply.
         drafter_rows: how many of them the drafter's caches hold too; None: all.
         enough: rows up to which it has the pages that its next step may write to.
         block: rows that its next step can verify: the bonus token, and the drafts that its last step left, or a tree's.
         tree: whether those drafts are a tree.
         kept: tokens up to its last state that is kept, of recurrent layers.
+        quiet: tokens up to which its reply grows without a look at it: there are pages for them, and it goes on.
+        goes_on: tokens up to which none of the steps under way can bring its end; -1: each of them may.
         over: it has left the slot: the outcome of steps that are still under way is nobody's.
     """
 
@@ -35,18 +37,34 @@ class Stay:
     lease: Lease
     drafts: bool
     launched: int
-    rows: int
+    offset: int
     drafter_rows: int | None
     enough: float = math.inf
     block: int = 1
     tree: bool = False
     kept: int = 0
+    quiet: float = -1
+    goes_on: int = -1
     over: bool = False
 
     @property
     def rank(self) -> tuple[int, int]:
         """Its place among all sequences: the most urgent first, among equals the earliest."""
         return self.sequence.rank
+
+    @property
+    def rows(self) -> int:
+        """Rows that the steps read so far have written, and that stay: the position of the next step's first one."""
+        return self.offset + len(self.sequence.token_ids)
+
+    @rows.setter
+    def rows(self, rows: int) -> None:
+        self.offset = rows - len(self.sequence.token_ids)
+        self.watch()
+
+    def watch(self) -> None:
+        """Finds anew how many tokens its reply may have with no need to look at it."""
+        self.quiet = min(self.goes_on, self.enough - self.offset)
 
     def note_drafter_rows(self) -> None:
         """Notes that the drafter's caches have the rows so far, and not those of a step that it had no part in."""
@@ -61,6 +79,7 @@ class Slots:
         count: of slots.
         margin: rows that may be written past those that are known, by the next step and those still under way.
         checkpoints: the kept states of recurrent layers, where sequences can go on from those alone.
+        ahead: steps that may be under way when one is read.
 
     Attributes:
         table_changes: slot, place and page, of pages that slots have got and no step knows yet.
@@ -68,7 +87,9 @@ class Slots:
         state_copies: places of states, from and to, that no step has copied yet.
     """
 
-    def __init__(self, count: int, paging: Paging, margin: int, checkpoints: Checkpoints | None = None) -> None:
+    def __init__(
+        self, count: int, paging: Paging, margin: int, checkpoints: Checkpoints | None = None, ahead: int = 0
+    ) -> None:
         assert paging.pages >= paging.width, "one sequence alone must fit"
         self.table_changes: list[tuple[int, int, int]] = []
         self.window_changes: list[tuple[int, int, int]] = []
@@ -77,7 +98,7 @@ class Slots:
         if self._linear is not None:
             self.pages = self._linear
         self._paging = paging
-        self._margin = margin
+        self._margin, self._ahead = margin, ahead
         self._checkpoints = checkpoints
         self.state_copies: list[tuple[int, int]] = []
         self.total = count
@@ -118,7 +139,9 @@ class Slots:
         self._free.remove(slot)
         sequence.shared_pages = 0 if linear is not None else lease.rows // self._paging.rows
         drafter_rows = None if lease.drafter_rows == lease.rows else lease.drafter_rows
-        stay = Stay(slot, sequence, prompt, lease, drafts, lease.rows, lease.rows, drafter_rows)
+        offset = lease.rows - len(sequence.token_ids)
+        stay = Stay(slot, sequence, prompt, lease, drafts, lease.rows, offset, drafter_rows)
+        stay.goes_on = -1 if sequence.is_watched else sequence.room - 1 - self._ahead
         self._stays[sequence] = stay
         self._update(stay)
         if linear is None:
@@ -171,15 +194,18 @@ class Slots:
 
     def grow(self, stay: Stay) -> bool:
         """Gives a slot the pages that its next step may write to; False: no more are available."""
-        pages, lease = self.pages, stay.lease
+        pages, lease, rows = self.pages, stay.lease, stay.rows
         enough = self._enough(len(lease.nodes))
-        while stay.rows > enough:
+        while rows > enough:
             if not pages.available:
                 return False
-            self.table_changes.append((stay.slot, *pages.grow(lease)))
-            enough = self._enough(len(lease.nodes))
+            place, page = pages.grow(lease)
+            self.table_changes.append((stay.slot, place, page))
+            enough = self._enough(place + 1)
         stay.enough = enough
-        self.look(stay, stay.rows)
+        stay.watch()
+        if pages.windows is not None:
+            self.look(stay, rows)
         return True
 
     def record(self, stay: Stay) -> None:
@@ -201,6 +227,7 @@ class Slots:
             self.record(stay)
             self.pages.release(stay.lease)
         stay.over = True
+        stay.quiet = stay.goes_on = -1
         self.table_changes = [change for change in self.table_changes if change[0] != stay.slot]
         self.window_changes = [change for change in self.window_changes if change[0] != stay.slot]
         del self._stays[stay.sequence]
@@ -223,6 +250,7 @@ class Slots:
         stay.enough = self._enough(len(stay.lease.nodes))
         if self.pages.windows is not None:
             stay.enough = min(stay.enough, self._enough(stay.lease.seen.stop))
+        stay.watch()
 
     def _enough(self, pages: int) -> float:
         """Counts the rows up to which the first so many pages are all that a step writes to."""

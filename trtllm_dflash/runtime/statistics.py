@@ -9,7 +9,7 @@ from typing import Literal
 from trtllm_dflash.errors import CancelledError, DeadlineError, ShutdownError
 from trtllm_dflash.runtime.request import Sequence
 from trtllm_dflash.runtime.verified import AcceptedRanks, VerifiedDrafts
-from trtllm_dflash.session.session import Ints
+from trtllm_dflash.session.session import Ints, Session
 
 #: Drafted steps that the acceptance length is the mean of.
 RECENT_STEPS = 1000
@@ -98,6 +98,19 @@ class Statistics:
     def __post_init__(self) -> None:
         self._verified, self._ranks = VerifiedDrafts(self.longest), AcceptedRanks()
 
+    @classmethod
+    def of(cls, session: Session) -> "Statistics":
+        """Makes those of a scheduler that runs sequences on a session, with what its caches hold."""
+        config, paging = session.config, session.paging
+        return cls(
+            slots=config.max_batch,
+            kv_tokens=paging.pages * (config.max_seq_len if paging.linear else paging.rows),
+            computes=session.choice.labels,
+            pages=paging.pages,
+            window_pages=paging.window_pages,
+            longest=config.block_size - 1,
+        )
+
     def note_drafts(self, taken: list[int], drafted: list[int], accepted: list[int]) -> None:
         """Notes drafted sequences of a step: the tokens, drafts and accepted drafts of each."""
         self.recent.extend(taken)
@@ -126,6 +139,12 @@ class Statistics:
     def accepted(self) -> Counter[int]:
         """Drafts accepted, by position in the block, from 1; none after a reply's end."""
         return _by_position((accepted, count) for (_, accepted), count in list(self.verified.items()))
+
+    def count_prompt(self, tokens: int, reused: int) -> None:
+        """Counts the prompt of a request that has got a slot, and those of its tokens whose rows were there."""
+        self.prompt_tokens += tokens
+        self.reused_tokens += reused
+        self.prefix_hits += reused > 0
 
     def count_end(self, sequence: Sequence) -> None:
         """Counts a sequence that has ended, by its finish reason or error."""
