@@ -179,9 +179,11 @@ class Completion:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Update:
     """The tokens and text that a step adds to a reply. All updates' texts, joined, are the reply's.
+
+    Nobody changes one: it is not frozen for the time that takes in each step and slot.
 
     Attributes:
         token_ids: new tokens.
