@@ -27,21 +27,23 @@ class Batch:
     def of(cls, stays: list[Stay]) -> "Batch":
         """Makes the batch of these sequences, with the rows that the next step can verify of each."""
         counts = [stay.block if stay.drafts else 1 for stay in stays]
-        blocks = {stay.block for stay in stays if stay.drafts}
-        kinds = {stay.tree for stay in stays if stay.drafts}
+        drafting = {(stay.block, stay.tree) for stay in stays if stay.drafts}
+        blocks, kinds = {block for block, _ in drafting}, {tree for _, tree in drafting}
+        sequences = [stay.sequence for stay in stays]
+        shaped = [place for place, sequence in enumerate(sequences) if sequence.is_shaped]
         return cls(
             stays=list(stays),
-            sequences=[stay.sequence for stay in stays],
+            sequences=sequences,
             rows=[(stay.slot, count) for stay, count in zip(stays, counts, strict=True)],
             drafted=[count - 1 for count in counts],
             drafts=bool(blocks),
             block=blocks.pop() if len(blocks) == 1 else 0,
             trees=kinds.pop() if len(kinds) == 1 else None,
-            sampled=any(stay.sequence.params.temperature > 0 for stay in stays),
-            logprobs=any(stay.sequence.params.logprobs is not None for stay in stays),
-            guided=[place for place, stay in enumerate(stays) if stay.sequence.grammar is not None],
-            penalized=[stay.slot for stay in stays if stay.sequence.params.penalizes],
-            end_ids=frozenset().union(*{stay.sequence.end_token_ids for stay in stays}),
+            sampled=any([sequence.is_sampled for sequence in sequences]),
+            logprobs=any(sequences[place].params.logprobs is not None for place in shaped),
+            guided=[place for place in shaped if sequences[place].grammar is not None],
+            penalized=[stays[place].slot for place in shaped if sequences[place].params.penalizes],
+            end_ids=frozenset().union(*{sequence.end_token_ids for sequence in sequences}),
         )
 
     def cut(self, most: int) -> "Batch":

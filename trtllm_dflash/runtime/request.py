@@ -234,6 +234,8 @@ class Sequence:
         logprobs, prompt_logprobs: of tokens of the reply, and of the prompt but its first, so far.
         bad_runs: runs of tokens that the reply is kept from.
         grammar: what the reply is held to, and where it stands there.
+        is_sampled: whether its tokens are drawn.
+        is_shaped: whether it asks for log-probabilities, penalties or a grammar.
     """
 
     prompt_ids: list[int]
@@ -258,13 +260,19 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     bad_runs: tuple[tuple[int, ...], ...] = ()
     grammar: "Grammar | None" = None
+    is_sampled: bool = field(init=False)
+    is_shaped: bool = field(init=False)
     times: Times = field(default_factory=lambda: Times(arrival_ns=time.time_ns()))
     _reported: int = 0
     _told: bool = False  # its end
     _has_stops: bool = False
 
     def __post_init__(self) -> None:
-        self._has_stops = bool(self.params.stop or self.params.stop_token_sequences or self.grammar)
+        params = self.params
+        asks = params.logprobs is not None or params.prompt_logprobs is not None
+        self.is_sampled = params.temperature > 0
+        self.is_shaped = asks or params.penalizes or self.grammar is not None
+        self._has_stops = bool(params.stop or params.stop_token_sequences or self.grammar)
 
     @property
     def done(self) -> bool:
@@ -280,12 +288,6 @@ class Sequence:
     def is_watched(self) -> bool:
         """Whether each of its tokens has to be looked at: for texts or runs that end it, or for its grammar."""
         return self._has_stops
-
-    @property
-    def is_shaped(self) -> bool:
-        """Whether it asks for log-probabilities, penalties or a grammar."""
-        asks = self.params.logprobs is not None or self.params.prompt_logprobs is not None
-        return asks or self.params.penalizes or self.grammar is not None
 
     @property
     def awaits_prompt_logprobs(self) -> bool:
