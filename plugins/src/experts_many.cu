@@ -65,11 +65,19 @@ constexpr int kChoiceWarps = 8; // a row each
 template <typename L>
 __global__ void __launch_bounds__(kChoiceWarps * 32) choice_kernel(dflash_moe_params const p, Route const route)
 {
-    begin();
+    trigger();
     int const row = blockIdx.x * kChoiceWarps + threadIdx.x / 32;
-    if (row < p.rows)
+#pragma unroll 1
+    for (bool stores : {false, true}) // first for its code, as few rows' routing
     {
-        choose_experts<L>(p, route, row);
+        if (stores)
+        {
+            wait();
+        }
+        if (row < p.rows)
+        {
+            choose_experts<L>(p, route, row, stores);
+        }
     }
 }
 
@@ -166,19 +174,27 @@ __global__ void __launch_bounds__(kRouteThreads)
     __shared__ uint32_t sums[kRouteThreads / 32];
     Route const& route = space.route;
     members.clear(own_experts(p));
-    wait();
-    __syncthreads();
     int const chosen = experts_of_row(p);
-    for (int pair = threadIdx.x; pair < p.rows * chosen; pair += kRouteThreads)
+    OwnGroups own;
+#pragma unroll 1
+    for (bool is_real : {false, true}) // first without rows, for its code
     {
-        int const expert = route.experts[pair];
-        if (expert >= 0)
+        if (is_real)
         {
-            members.add(expert, pair / chosen);
+            wait();
         }
+        __syncthreads();
+        for (int pair = threadIdx.x; is_real && pair < p.rows * chosen; pair += kRouteThreads)
+        {
+            int const expert = route.experts[pair];
+            if (expert >= 0)
+            {
+                members.add(expert, pair / chosen);
+            }
+        }
+        __syncthreads();
+        own = make_groups(p, route, many::kTokens, members, sums, is_real && blockIdx.x == 0);
     }
-    __syncthreads();
-    OwnGroups const own = make_groups(p, route, many::kTokens, members, sums, blockIdx.x == 0);
     if (space.begins[0] && blockIdx.x == 0)
     {
         __syncthreads(); // sums have been read
