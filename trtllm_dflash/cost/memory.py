@@ -132,9 +132,7 @@ def plan_adds(config: EngineConfig) -> int:
     moe = config.target.moe
     if config.backend != "tensorrt" or moe is None or not moe.mxfp4:
         return 0
-    elements = {Content.NUMBERS: 0, Content.E2M1_PAIRS: 0, Content.E8M0: 0}
-    for weight in build_target(config.target).weights():
-        elements[weight.parts[0].content] += prod(weight.shape(config.tp, 0))
+    elements = _elements(config.target, config.tp)
     pairs, scales = elements[Content.E2M1_PAIRS], elements[Content.E8M0]
     gpu = capability(config.gpu) if config.gpu is not None else None
     if gpu in MOE_LAYER_CAPABILITIES:
@@ -143,6 +141,15 @@ def plan_adds(config: EngineConfig) -> int:
 
 
 @lru_cache  # a search for what fits asks for the same again and again
+def _elements(target: DecoderConfig, tp: int) -> dict[Content, int]:
+    """Counts the first rank's elements of each kind."""
+    elements = dict.fromkeys(Content, 0)
+    for weight in build_target(target).weights():
+        elements[weight.parts[0].content] += prod(weight.shape(tp, 0))
+    return elements
+
+
+@lru_cache  # for such a search, too
 def _stored_bytes(
     target: DecoderConfig,
     drafter: DrafterConfig | None,
@@ -158,7 +165,9 @@ def _stored_bytes(
 
 def stored_bytes(config: EngineConfig, weight: Weight, gpu: GPU | None = None) -> int:
     """Bytes of the first rank's part of a weight in GPU memory; see `stored_as`."""
-    return stored_as(config, weight, gpu).stored_bytes(weight.shape(config.tp, 0), config.dtype.itemsize)
+    shape, own = weight.shape(config.tp, 0), None if gpu is None else gpu.capability
+    stored = stored_there(weight, shape, config.backend, config.dtype, own)
+    return stored.stored_bytes(shape, config.dtype.itemsize)
 
 
 def stored_as(config: EngineConfig, weight: Weight, gpu: GPU | None) -> WeightPrecision:
@@ -178,7 +187,9 @@ def is_multiplied_in_fp8(config: EngineConfig, weight: Weight, gpu: GPU | None) 
     kinds = [WeightPrecision.FP8]
     if config.backend == "torch":  # TensorRT keeps the weights alone so
         kinds.append(WeightPrecision.FP8_BLOCKS)
-    return weight.stack is None and stored_as(config, weight, gpu) in kinds  # experts are dequantized
+    if weight.precision not in kinds or weight.stack is not None:  # experts are dequantized
+        return False
+    return stored_as(config, weight, gpu) in kinds
 
 
 def stored_there(
@@ -408,7 +419,7 @@ def _graphs(config: EngineConfig) -> int:
     return kinds * layers * GRAPH_LAYER
 
 
-@lru_cache  # for such a search, too
+@lru_cache(maxsize=4096)  # a search halves what is left: the next one asks for many of the same numbers
 def _count_kinds(max_batch: int, lengths: tuple[int, ...], sampled: bool, chunk: int, tree: int, shared: int) -> int:
     """Counts the kinds of captured steps; arguments as `step_kinds`'s."""
     asked = max_batch, lengths, sampled, chunk, tree

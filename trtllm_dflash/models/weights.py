@@ -15,20 +15,14 @@ Precision = Literal["fp32", "bf16", "fp16"]
 class Split(Enum):
     """The way in which tensor parallelism divides a checkpoint tensor."""
 
-    WHOLE = "every rank holds all of it"
-    ROWS = "ranks hold runs of its first dimension (column-parallel: output features)"
-    COLUMNS = "ranks hold runs of its second dimension (row-parallel: input features)"
-    THIRD = "ranks hold runs of its third dimension (input features of stacked matrices)"
-    FIRST_RANK = "rank 0 alone holds it (a bias added once, before the all-reduce)"
+    WHOLE = "every rank holds all of it", None
+    ROWS = "ranks hold runs of its first dimension (column-parallel: output features)", 0
+    COLUMNS = "ranks hold runs of its second dimension (row-parallel: input features)", 1
+    THIRD = "ranks hold runs of its third dimension (input features of stacked matrices)", 2
+    FIRST_RANK = "rank 0 alone holds it (a bias added once, before the all-reduce)", None
 
-    @property
-    def axis(self) -> int | None:
-        """The dimension that is divided; None where none is."""
-        if self is Split.ROWS:
-            return 0
-        if self is Split.COLUMNS:
-            return 1
-        return 2 if self is Split.THIRD else None
+    def __init__(self, meaning: str, axis: int | None) -> None:
+        self.axis = axis  # the dimension that is divided; None where none is
 
 
 class Content(Enum):
