@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from tests.waiting import PATIENCE
+from trtllm_dflash.errors import EngineError
 from trtllm_dflash.session import ranks
+from trtllm_dflash.session.launcher import check_launched
 from trtllm_dflash.session.ranks import World
 
 RANKS = 3
@@ -56,6 +58,23 @@ def test_no_rank_leaves_mpi_before_all_have_been_told(monkeypatch):
         joined = [pool.submit(world.connect, torch.device("cpu")) for world in worlds]
         for each in joined:
             each.result(timeout=2 * PATIENCE)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"PMI_SIZE": "2"}], ids=["MPI", "launcher"])
+def test_another_number_of_processes_is_refused_by_whoever_knows_it_first(sizes, monkeypatch):
+    """A launcher of PMIx says no number: then it is MPI that does."""
+    monkeypatch.setattr("os.environ", {"PMI_RANK": "0", **sizes})
+    mpi = SimpleNamespace(COMM_WORLD=SimpleNamespace(rank=0, size=2))
+    monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=mpi))
+    check = check_launched if sizes else World
+    check(2)
+    with pytest.raises(EngineError, match="has 4 ranks, but mpiexec started 2; use: mpiexec -n 4"):
+        check(4)
+
+
+def test_a_launcher_that_says_no_number_is_left_to_mpi(monkeypatch):
+    monkeypatch.setattr("os.environ", {"PMIX_RANK": "0"})
+    check_launched(4)
 
 
 @pytest.mark.parametrize(("has_begun", "lives"), [(False, False), (True, True)])

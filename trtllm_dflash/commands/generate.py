@@ -58,7 +58,7 @@ def generate(
     """Generate replies; one prompt streams to the terminal."""
     from trtllm_dflash.engine.directory import read_config
     from trtllm_dflash.runtime.request import SamplingParams
-    from trtllm_dflash.session.launcher import end_on_interrupt, launch_ranks, launched_rank
+    from trtllm_dflash.session.launcher import check_launched, end_on_interrupt, launch_ranks, launched_rank
 
     params = validated(SamplingParams, given(flags))
     if system is not None and not chat:
@@ -69,6 +69,8 @@ def generate(
         if prompt == "-":
             raise SettingsError("--prompt -: several ranks cannot share standard input; use --prompts FILE")
         launch_ranks(tp, sys.argv[1:])
+    if tp > 1:
+        check_launched(tp)
     end_on_interrupt()
 
     from trtllm_dflash.llm import LLM

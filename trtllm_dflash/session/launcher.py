@@ -12,6 +12,7 @@ from trtllm_dflash.signals import is_heard, leave
 #: Variables of ranks, for MPICH: with memory that they share, each polls until all have begun, on others' cores.
 PATIENT = {"MPIR_CVAR_NOLOCAL": "1"}
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # MPICH and Intel MPI; PMIx; Open MPI
+_SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")  # PMIx has none
 
 _is_for_rank_0 = False  # Ctrl-C, and this is another one
 
@@ -20,6 +21,23 @@ def launched_rank() -> int | None:
     """Finds this process's rank; None where no MPI launcher started it."""
     ranks = [int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ]
     return ranks[0] if ranks else None
+
+
+def check_launched(tp: int) -> None:
+    """Checks the number of processes that an MPI launcher says it started, before any of them waits for torch.
+
+    Raises:
+        EngineError: they are not `tp` in number.
+    """
+    sizes = [int(os.environ[name]) for name in _SIZE_VARIABLES if name in os.environ]
+    if launched_rank() is not None and sizes:
+        check_number(tp, sizes[0])
+
+
+def check_number(tp: int, started: int) -> None:
+    """Refuses another number of processes than an engine has ranks."""
+    if started != tp:
+        raise EngineError(f"this engine has {tp} ranks, but mpiexec started {started}; use: mpiexec -n {tp}")
 
 
 def find_launcher(tp: int) -> str:

@@ -12,7 +12,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trtllm_dflash.errors import DFlashError, EngineError
 from trtllm_dflash.ops.communicator import IDLE, Communicator, Solo, TorchDistributed
-from trtllm_dflash.session.launcher import PATIENT, launched_rank, leave_interrupts_to_rank_0
+from trtllm_dflash.session.launcher import PATIENT, check_number, launched_rank, leave_interrupts_to_rank_0
 
 _LOOPBACK = "127.0.0.1"
 _PAUSE = 0.005  # seconds between two looks at whether all ranks are there
@@ -41,9 +41,7 @@ class World:
         leave_interrupts_to_rank_0()
         self._mpi = MPI.COMM_WORLD
         self.rank = self._mpi.rank
-        if self._mpi.size != tp:
-            started = self._mpi.size
-            raise EngineError(f"this engine has {tp} ranks, but mpiexec started {started}; use: mpiexec -n {tp}")
+        check_number(tp, self._mpi.size)
 
     @contextmanager
     def together(self) -> Iterator[None]:
