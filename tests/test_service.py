@@ -252,6 +252,7 @@ def test_a_fault_of_one_requests_text_fails_that_request_alone(llm, service, mon
     assert Client(service, CHATS[0], 4).wait()[-1].completion is not None
 
 
+@pytest.mark.principal("accept-2", "plan-1")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("part", ["accept", "plan"])
 def test_faults_of_grammars_end_those_requests_alone(llm, service, monkeypatch, part, ranks):

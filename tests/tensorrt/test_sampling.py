@@ -53,6 +53,7 @@ def reference(logits: Tensor, sampling: SamplingInputs[Tensor] | None) -> Tensor
 
 
 @pytest.mark.slow
+@pytest.mark.principal("torch.float32-4", "torch.float16-1")
 @pytest.mark.parametrize("tp", [1, 4])
 @pytest.mark.parametrize("dtype", LOGITS, ids=str)
 def test_sample_draws_what_sorting_draws(builder: Any, dtype: torch.dtype, tp: int) -> None:
