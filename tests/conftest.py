@@ -35,6 +35,8 @@ LONGEST = (
     *("test_tensor_parallel.py", "test_killed_servers.py", "test_drain.py", "test_quantize.py", "test_hybrids.py"),
     *("test_tiny_hybrid.py", "test_light_drafter.py", "test_draft_tree.py", "test_build.py", "test_windows.py"),
     *("test_departures.py", "test_draft_trees.py", "test_shared_rows.py", "test_shaped_steps.py", "test_gateway.py"),
+    *("test_compile.py", "test_moe_network.py", "test_hybrid_network.py", "test_gemma_network.py", "test_drafting.py"),
+    *("test_kimi_network.py", "test_minimax_network.py", "test_sweep_arms.py", "test_killed_builds.py"),
 )
 
 #: Files whose tests share the servers of tests/serving/conftest.py, of ten seconds each: they stay together.
