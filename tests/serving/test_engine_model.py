@@ -264,6 +264,16 @@ def test_tokens_that_were_not_sent_yet_come_before_the_error(model):
     assert len(tokens_of(streamed.sender.sent[:-1])) == counts.committed_tokens
 
 
+def test_a_field_that_proves_wrong_in_a_running_reply_has_the_name_that_its_client_knows(model):
+    """A schema that is nothing but itself: it compiles, and no token can be chosen by it."""
+    tensors = {"guided_decoding_guide_type": b"json_schema", "guided_decoding_guide": b'{"$ref": "#"}'}
+    endless = request(8, **{name: np.array([[value]], object) for name, value in tensors.items()})
+    model.execute([endless])
+    error = endless.sender.last().error
+    assert error.code == TritonError.INVALID_ARG
+    assert str(error).startswith("guided_decoding_guide: cannot be followed: ")
+
+
 LOGPROBS = ("output_ids", "cum_log_probs", "output_log_probs", "top_log_prob_ids", "top_log_probs", "prompt_log_probs")
 
 

@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -162,11 +162,17 @@ class EngineModel:
         self._begin_drain()
         reply = Reply(asked, sender, outputs, key, request.request_id(), wants_codes(request))
         self._outbox.put(lambda: self._begin(reply))
+
+        def hand_on(update: Update) -> None:
+            if update.error is not None:  # of a grammar that cannot be followed, say: a field is at fault, too
+                update = replace(update, error=fields.refusal_of(update.error))
+            self._unsent.append((reply, update))
+
         try:
             ticket = self._service.submit(
                 asked.prompt_ids,
                 asked.params,
-                lambda update: self._unsent.append((reply, update)),
+                hand_on,
                 draft=asked.draft,
                 priority=asked.priority,
                 deadline=self._deadline if asked.deadline is None else min(asked.deadline, self._deadline),
