@@ -60,8 +60,8 @@ class Client:
         return self.updates.get(timeout=PATIENCE)
 
 
-def test_updates_joined_are_the_whole_reply(llm, service):
-    expected = llm.generate(CHATS[:4], SamplingParams(max_tokens=40, stop=("zebra",)))
+def test_updates_joined_are_the_whole_reply(tiny, service):
+    expected = tiny.generate(CHATS[:4], SamplingParams(max_tokens=40, stop=("zebra",)))
     clients = [Client(service, chat, 40, stop=("zebra",)) for chat in CHATS[:4]]
     for client, reply in zip(clients, expected, strict=True):
         updates = client.wait()
@@ -80,8 +80,8 @@ def test_updates_joined_are_the_whole_reply(llm, service):
 @pytest.mark.exhaustive(beside="tests/serving/test_gateway.py::test_sixteen_clients_at_once_each_get_their_own_reply")
 @pytest.mark.slow
 def test_many_threads_at_once(llm):
-    service = llm.service(WHOLE_BLOCK)
     expected = llm_replies(llm)
+    service = llm.service(WHOLE_BLOCK)
     failures = []
 
     def client(i):
@@ -133,7 +133,7 @@ def test_cancelling_frees_the_slot_at_the_next_step(service):
         service.cancel(client.ticket)
 
 
-def test_what_is_long_enough_ends_as_complete(service, llm):
+def test_what_is_long_enough_ends_as_complete(service, tiny):
     """With what there is of it; what comes after it, a cancellation too, changes nothing."""
     endless = [Client(service, CHATS[i], 900, ignore_eos=True) for i in range(5)]
     begun = [client.first() for client in endless[:4]]
@@ -147,7 +147,7 @@ def test_what_is_long_enough_ends_as_complete(service, llm):
     assert "".join(update.text for update in updates) == done.text
     assert (
         done.token_ids
-        == llm.generate([CHATS[1]], SamplingParams(max_tokens=len(done.token_ids), ignore_eos=True))[0].token_ids
+        == tiny.generate([CHATS[1]], SamplingParams(max_tokens=len(done.token_ids), ignore_eos=True))[0].token_ids
     )
     for client in (*endless[:1], *endless[2:4]):
         service.cancel(client.ticket)
@@ -355,6 +355,21 @@ def test_a_client_whose_callback_raises_harms_no_other(service):
     service.submit(CHATS[0], SamplingParams(max_tokens=4), raises)
     assert Client(service, CHATS[1], 4).wait()[-1].completion is not None
     assert service.failure is None
+
+
+def test_nothing_else_uses_an_engine_that_a_service_has(llm):
+    """It computed in the same slots: both texts were wrong."""
+    stream = llm.stream(CHATS[0])
+    next(stream)
+    service = llm.service(WHOLE_BLOCK)
+    client = Client(service, CHATS[0], ignore_eos=True)
+    begins = lambda: next(llm.stream(CHATS[1]))  # noqa: E731
+    for use in (lambda: llm.generate([CHATS[1]]), begins, lambda: next(stream), llm.service):
+        with pytest.raises(RequestError, match="a service has this LLM's slots until it is closed"):
+            use()
+    reply = client.wait()[-1].completion
+    service.close()
+    assert llm.generate([CHATS[0]], SamplingParams(max_tokens=24, ignore_eos=True))[0].token_ids == reply.token_ids
 
 
 def test_closing_fails_what_is_left(llm):

@@ -69,6 +69,7 @@ class LLM:
         self.intake = Intake(session.config, codec, lacks=lacks)
         self._turn = object()  # whose steps the session's slots hold
         self._slots_in_use = threading.Lock()
+        self._service: Service | None = None  # the last one, which has the slots until it is closed
 
     @classmethod
     def load(
@@ -194,8 +195,12 @@ class LLM:
 
         Raises:
             SettingsError: the settings contradict the engine.
+            RequestError: another service has it, or another thread generates.
         """
-        return Service(self.session, self.intake, settings, self.folder, after_step)
+        with self._alone():
+            self._turn = object()
+            self._service = Service(self.session, self.intake, settings, self.folder, after_step)
+            return self._service
 
     # -- generating ------------------------------------------------------------------------------------------------
 
@@ -243,11 +248,13 @@ class LLM:
         """Keeps other threads off the engine's slots.
 
         Raises:
-            RequestError: one is computing on them.
+            RequestError: one is computing on them, or a service has them.
         """
         if not self._slots_in_use.acquire(blocking=False):
             raise RequestError("another thread generates on this LLM; `service()` answers several at a time")
         try:
+            if self._service is not None and self._service.running:
+                raise RequestError("a service has this LLM's slots until it is closed; submit requests to it")
             yield
         finally:
             self._slots_in_use.release()

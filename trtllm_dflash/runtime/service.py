@@ -169,6 +169,11 @@ class Service:
             self._drain = seconds, self._clock() + seconds
 
     @property
+    def running(self) -> bool:
+        """Whether it uses its session: until it has failed, or its last step has ended once it is closed."""
+        return self.failure is None and self._thread.is_alive()
+
+    @property
     def idle(self) -> bool:
         """Whether every request that was taken has ended."""
         return self._taken == 0
