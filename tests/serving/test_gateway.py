@@ -312,6 +312,7 @@ def alone(tiny_engine):
         ("stream", 1),
         ("priority", -1),
         ("chat_template_kwargs.chat_template", "{{ 1 }}"),
+        ("chat_template_kwargs.messages", []),
         ("messages", []),
         ("messages", "hello"),
         ("messages.0.tool_calls.0.id", [{"role": "assistant", "content": "", "tool_calls": [{}]}]),

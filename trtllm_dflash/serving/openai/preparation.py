@@ -43,8 +43,8 @@ _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat's is wha
 # Formats whose calls no form can stand beside: gpt-oss's have no grammar here, Llama's begin as any JSON does.
 _CALLS_ALONE = ("harmony", "llama3")
 
-# Keys refused in chat_template_kwargs: the renderer's own arguments, another template among them.
-_RENDERER_ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters)
+# Keys refused in chat_template_kwargs: the renderer's own arguments, another template among them, and its conversation.
+_RENDERER_ARGUMENTS = {"messages", *inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters}
 
 
 @dataclass(frozen=True)
