@@ -220,7 +220,7 @@ def test_sampling_depends_on_the_seed_alone(command):
         (["--prompt", "a", "--max-tokens", "0"], "--max-tokens 0: "),
         (["--prompt", "a", "--seed", "-1"], "--seed -1: "),
         (["--prompt", "a", "--stop", ""], "--stop "),
-        (["--prompt", "a", "--stop-token-id", "2048"], "stop_token_ids: 2048 is not a token id; they are 0 to 2047"),
+        (["--prompt", "a", "--stop-token-id", "2048"], "--stop-token-id: 2048 is not a token id; they are 0 to 2047"),
         (["--prompt", "a", "--stop-token-id", "-1"], "--stop-token-id -1: "),
         (["--prompt", "a", "--device", "tpu"], "--device tpu: choose cpu, cuda or auto"),
         (["--prompt", "a", "--raw", "--system", "b"], "--system"),

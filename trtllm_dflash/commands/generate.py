@@ -2,6 +2,8 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +12,9 @@ import click
 from trtllm_dflash.commands.draft_tree_option import draft_tree_option
 from trtllm_dflash.commands.kernels_option import kernels_option
 from trtllm_dflash.commands.prompts import check_prompts, read_prompts
-from trtllm_dflash.commands.settings import given, validated
+from trtllm_dflash.commands.settings import flag_of, given, validated
 from trtllm_dflash.commands.terminal import progress_bar
-from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.errors import RequestError, SettingsError
 
 if TYPE_CHECKING:
     from trtllm_dflash.llm import LLM, Prompt, SamplingParams
@@ -79,7 +81,7 @@ def generate(
     limit_threads(read_config(engine))
     with progress_bar() as progress:
         loaded = LLM.load(engine, device, kernels or "auto", progress=progress, draft_tree=draft_tree or "auto")
-    with loaded as llm:
+    with loaded as llm, _flags_named():
         if llm.session.communicator.rank != 0:
             llm.session.follow()
             return
@@ -93,6 +95,18 @@ def generate(
                 click.echo(json.dumps(completion.as_json()))
             else:
                 click.echo(f">>> {text}\n{completion.text}\n")
+
+
+@contextmanager
+def _flags_named() -> Iterator[None]:
+    """Gives a parameter that the engine refuses the name of its flag."""
+    try:
+        yield
+    except RequestError as error:
+        if error.field is None:
+            raise
+        flag = "--stop-token-id" if error.field == "stop_token_ids" else flag_of(error.field)
+        raise SettingsError(f"{flag}: {error.reason}") from None
 
 
 def _as_chat(text: str, system: str | None) -> list[dict[str, str]]:
