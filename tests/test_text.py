@@ -5,14 +5,14 @@ import shutil
 from itertools import groupby
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from tokenizers.decoders import DecodeStream
 
 from tests.conftest import TINY
 from trtllm_dflash.errors import RequestError
-from trtllm_dflash.text.stream import TextStream
+from trtllm_dflash.text.stream import StoppableText, TextStream
 from trtllm_dflash.text.tokenizer import TextCodec
 
 TOKENIZER = Tokenizer.from_file(str(TINY / "target" / "tokenizer.json"))
@@ -165,6 +165,21 @@ def test_of_several_stop_strings_the_first_to_be_complete_ends_the_text(text, st
         expected = shown[: -max(len(stop) for stop in stops if shown.endswith(stop))]
     assert released == expected
     assert stream.stopped == bool(complete)
+
+
+@example("abc", ["abc", "b"])
+@given(st.text("abc", max_size=12), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3))
+def test_where_a_text_stops_does_not_depend_on_the_pieces_that_it_comes_in(text, stops):
+    """A step brings as many tokens as were accepted: drafted text would end elsewhere than plain text."""
+    ends = []
+    for longest in range(1, 13):
+        stream, left, released = StoppableText(tuple(stops)), text, ""
+        while left:
+            stream.append(left[:longest])
+            released, left = released + stream.release(), left[longest:]
+        stream.flush()
+        ends.append((released + stream.release(), stream.stopped))
+    assert len(set(ends)) == 1
 
 
 @given(TEXTS, TEXTS.filter(bool))

@@ -14,7 +14,7 @@ class StoppableText:
     """A text that grows, up to the first stop string. Text that it has released never changes.
 
     Args:
-        stop: texts that end it; it ends before the first of them.
+        stop: texts that end it; it ends before the one that is complete first, whatever pieces it comes in.
     """
 
     def __init__(self, stop: tuple[str, ...] = ()) -> None:
@@ -37,9 +37,10 @@ class StoppableText:
         reach = max((len(s) for s in self._stop), default=1) - 1
         start = max(self._searched, len(self._text) - reach)
         self._text += piece
-        found = [at for s in self._stop if (at := self._text.find(s, start)) >= 0]
+        # By their ends: one that begins sooner would else win where it comes in the same piece, and only there.
+        found = [(at + len(s), at) for s in self._stop if (at := self._text.find(s, start)) >= 0]
         if found:
-            self._text = self._text[: min(found)]
+            self._text = self._text[: min(found)[1]]
             self.stopped = True
 
     def release(self) -> str:
