@@ -57,10 +57,12 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             yield service_pb2.ModelStreamInferResponse(error_message=str(refusal))
 
 
-def response(text: str, tokens: int, reason: str = "", drafted: int = 0, accepted: int = 0) -> Any:
-    """One response of `tensorrt_llm`."""
+def response(
+    text: str, tokens: int, reason: str = "", drafted: int = 0, accepted: int = 0, ids: list[int] | None = None
+) -> Any:
+    """One response of `tensorrt_llm`; `ids`: its tokens, where anybody looks at them."""
     outputs = {
-        "output_ids": np.arange(tokens, dtype=np.int32)[None, None],
+        "output_ids": np.array(range(tokens) if ids is None else ids, np.int32)[None, None],
         "sequence_length": np.array([[tokens]], np.int32),
         "output_text": np.array([[text.encode()]], object),
         "finish_reason": np.array([[reason.encode()]], object),

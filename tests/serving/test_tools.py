@@ -58,10 +58,10 @@ def engine_of(tiny_engine, tmp_path_factory):
     return make
 
 
-def pieces(text):
-    """A reply's responses, five characters each."""
+def pieces(text, codec):
+    """A reply's responses, five characters each: the text, and its tokens."""
     cut = [text[at : at + 5] for at in range(0, len(text), 5)] or [""]
-    return [response(piece, 1, "stop" if at == len(cut) else "") for at, piece in enumerate(cut, start=1)]
+    return [(piece, codec.encode_words(piece)) for piece in cut]
 
 
 class Script:
@@ -74,7 +74,11 @@ class Script:
 
     def __call__(self, inputs):
         self.prompts.append(self._codec.decode(inputs["input_ids"]))
-        yield from pieces(next(self._replies))
+        *begun, end = pieces(next(self._replies), self._codec)
+        for text, ids in begun:
+            yield response(text, len(ids), ids=ids)
+        text, ids = end
+        yield response(text, len(ids), "stop", ids=ids)
 
 
 def tool(name, *parameters):
@@ -408,6 +412,21 @@ def test_what_the_gateway_ends_is_counted_as_complete(engine_of, server, stream)
         server.wait_for_gauge("dflash_slots_in_use", 0)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_behind_what_ends_a_reply_are_not_the_replys(engine_of, stream):
+    """A step brings as many as were accepted: drafted replies counted more of them than plain ones, and told them."""
+    engine = engine_of("qwen3")
+    codec = TextCodec.load(engine, {})
+    arguments = dict(model="tiny", messages=ASKED, stop=["st"], stream=stream)
+    arguments |= {"stream_options": {"include_usage": True}} if stream else {}
+    with fake_triton(Script(engine, "Yes, st. And more.")) as (_, triton), gateway(engine, triton) as url:
+        reply = client(url).chat.completions.create(**arguments)
+        usage = list(reply)[-1].usage if stream else reply.usage
+    until, behind = (len(codec.encode_words(text)) for text in ("st", ". A"))
+    assert len(codec.encode_words("st. A")) == until + behind > until
+    assert usage.completion_tokens == len(codec.encode_words("Yes, ")) + until
+
+
 def test_each_choice_is_ended_by_a_name_of_its_own(engine_of):
     """Two clients may call their requests alike."""
     engine = engine_of("qwen3")
@@ -500,7 +519,8 @@ def test_the_events_of_a_response_tell_it_whole(engine_of):
         else:
             assert (kinds[1], kinds[-2]) == ("content_part.added", "content_part.done")
             assert deltas == item.content[0].text == of_item[-3].text
-    assert done.usage == whole.usage and whole.usage.output_tokens == len(pieces(text))
+    tokens = sum(len(ids) for _, ids in pieces(text, TextCodec.load(engine, {})))
+    assert done.usage == whole.usage and whole.usage.output_tokens == tokens
     assert 0 < whole.usage.output_tokens_details.reasoning_tokens < whole.usage.output_tokens
     assert json.loads(done.model_dump_json())["tools"][0]["name"] == "double"
 

@@ -1,7 +1,7 @@
 """Requests on their way through the engine: each choice of a reply, whole or as events of a stream."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
@@ -9,7 +9,8 @@ from trtllm_dflash.serving.client import Piece, TokenRequest, TritonClient
 from trtllm_dflash.serving.openai.errors import ApiError, as_api_error
 from trtllm_dflash.serving.openai.logprobs import Scored
 from trtllm_dflash.serving.openai.replies import Added, Form, Reply, Usage
-from trtllm_dflash.text.reply.parts import Parser, StoppedParts
+from trtllm_dflash.text.reply.parts import Parser, Part, StoppedParts
+from trtllm_dflash.text.stream import TextStream
 
 _AHEAD = 2  # pieces of each choice that are kept for a client that reads slowly
 
@@ -27,6 +28,8 @@ class Choice:
         echo: the prompt's text, where the reply repeats it.
         only_prompt: the reply is no more than that; what the engine has to generate is left out.
         only_calls: it is held to calls of tools: what is cut off before one has begun is not content.
+        text: decodes its tokens one by one, where it may end amid those of a piece: what follows is not its own. The
+            request then wants ids.
 
     Attributes:
         index: its place among the request's choices.
@@ -45,6 +48,7 @@ class Choice:
         echo: str | None = None,
         only_calls: bool = False,
         only_prompt: bool = False,
+        text: TextStream | None = None,
     ) -> None:
         self.request = request
         self.index = index
@@ -57,21 +61,27 @@ class Choice:
         self._echo = echo
         self._only_calls = only_calls
         self._only_prompt = only_prompt
+        self._text = text
         self._scored_prompt: list[Scored] = []
 
     def read(self, piece: Piece) -> Added:
         """Adds a piece; returns what it adds to the reply."""
         if self._only_prompt:
             piece = _without_reply(piece)
+        parts: list[Part] = []
+        shown: list[Part] = []
+        taken = 0
+        for text, ids, last in self._portions(piece):
+            taken += len(ids)
+            new = self._parse(text, ids, last)
+            parts += new
+            shown += self._shown.take(new, last)
+            if self._shown.stopped and self._text is not None:
+                piece = _cut(piece, taken)
+                break
         self.usage.count(piece)
-        parts = self._parser.read(piece.text, piece.token_ids)
-        if piece.finish_reason:
-            parts += self._parser.finish()
-        if self._only_calls:
-            parts = [part for part in parts if part.kind != "content"]
         if parts and all(part.kind == "thinking" for part in parts):
             self.usage.thinking_tokens += piece.tokens
-        shown = self._shown.take(parts, last=bool(piece.finish_reason))
         self._calls = self._calls or any(part.kind == "call" for part in shown)
         self.reason = "stop" if self._shown.stopped else piece.finish_reason
         if self.reason == "stop" and self._calls:
@@ -82,6 +92,25 @@ class Choice:
             first, *others = self.request.token_ids
             self._scored_prompt = [Scored(first, None), *map(Scored, others, piece.prompt_logprobs)]
         return Added(shown, self._scored(piece), self.usage)
+
+    def _portions(self, piece: Piece) -> Iterator[tuple[str, list[int], bool]]:
+        """Yields a piece's text and tokens, and whether they are the reply's last: whole, or token by token."""
+        ended = bool(piece.finish_reason)
+        if self._text is None:
+            yield piece.text, piece.token_ids, ended
+            return
+        for token in piece.token_ids:
+            self._text.push(token)
+            yield self._text.release(), [token], False
+        if ended:
+            self._text.finish()
+            yield self._text.release(), [], True
+
+    def _parse(self, text: str, ids: list[int], last: bool) -> list[Part]:
+        parts = self._parser.read(text, ids)
+        if last:
+            parts += self._parser.finish()
+        return [part for part in parts if not (self._only_calls and part.kind == "content")]
 
     def _scored(self, piece: Piece) -> list[Scored]:
         scored = [Scored(token, its) for token, its in zip(piece.token_ids, piece.logprobs, strict=False)]
@@ -230,6 +259,11 @@ async def _merged(streams: list[_Stream]) -> _Stream:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _cut(piece: Piece, tokens: int) -> Piece:
+    """Leaves out of a piece what follows its first tokens."""
+    return replace(piece, tokens=tokens, token_ids=piece.token_ids[:tokens], logprobs=piece.logprobs[:tokens])
 
 
 def _without_reply(piece: Piece) -> Piece:

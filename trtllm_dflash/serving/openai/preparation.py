@@ -339,12 +339,23 @@ class Preparation:
         stop = request.params.stop
         if isinstance(parser, PlainParser):
             return Choice(request, parser, index=index, counts_prompt=index == 0, end_ids=self._end_ids)
+        text = self._codec.text() if stop or (offer.functions and not offer.parallel) else None
         request = replace(
             request,
             params=request.params.model_copy(update={"stop": ()}),
-            wants_ids=request.wants_ids or self._codec.chat_format == "harmony",
+            wants_ids=request.wants_ids or text is not None or self._codec.chat_format == "harmony",
         )
-        return Choice(request, parser, stop, offer.most_calls, index == 0, index, self._end_ids, only_calls=offer.must)
+        return Choice(
+            request,
+            parser,
+            stop,
+            offer.most_calls,
+            index == 0,
+            index,
+            self._end_ids,
+            only_calls=offer.must,
+            text=text,
+        )
 
     def _request(
         self,

@@ -40,7 +40,7 @@ class Usage:
         """Counts a piece of the reply."""
         self.completion_tokens += piece.tokens
         self.drafted_tokens = piece.drafted_tokens
-        self.accepted_tokens = piece.accepted_tokens
+        self.accepted_tokens = min(piece.accepted_tokens, self.completion_tokens)  # a reply may end amid a step's
         self.cached_tokens = min(piece.reused_tokens, self.prompt_tokens)  # 0 where another choice counts the prompt
 
     def body(self) -> dict[str, object]:
