@@ -26,6 +26,7 @@ from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.engine.paging import Paging
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.scheduler import Scheduler
+from trtllm_dflash.session.launcher import mpi_memory
 
 pytestmark = pytest.mark.slow
 
@@ -138,10 +139,14 @@ def test_ctrl_c_ends_all_ranks(engines):
     process = start(words)
     assert process.stdout is not None
     process.stdout.read(1)  # the reply has begun
+    memory = set().union(*(mpi_memory(int(pid)) for pid in run("pgrep", "-f", engines / "2").stdout.split()))
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert "error: interrupted" in errors
+    assert "Traceback" not in errors
+    assert memory
+    assert not any(file.exists() for file in memory)
     wait_until(lambda: run("pgrep", "-f", engines / "2").stdout == "", "no rank is left")
 
 

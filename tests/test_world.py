@@ -82,5 +82,8 @@ def test_ctrl_c_ends_a_rank_that_has_not_begun_mpi_and_is_rank_0_s_matter_then(h
     """Before, the launcher would not mind that rank 0 has left, and this one would wait for it for ever."""
     words = ["end_on_interrupt()", "leave_interrupts_to_rank_0()"] if has_begun else ["end_on_interrupt()"]
     code = f"import os; from trtllm_dflash.session.launcher import *; {'; '.join(words)}; os.kill(os.getpid(), 2)"
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PMI_RANK": "1"}, check=False)
+    code += "; print('rank 0 has left', file=sys.stderr)"  # as the next sum over ranks would say
+    environment = {**os.environ, "PMI_RANK": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)
     assert done.returncode == (0 if lives else -signal.SIGINT)
+    assert done.stderr == b""

@@ -17,14 +17,14 @@ from types import TracebackType
 
 from trtllm_dflash.errors import DFlashError, EngineError, SettingsError
 from trtllm_dflash.serving import launch
-from trtllm_dflash.serving.claim import SHARED_MEMORY, Claim, remove_orphans
+from trtllm_dflash.serving.claim import Claim, remove_orphans
 from trtllm_dflash.serving.drain import DrainOrder
 from trtllm_dflash.serving.endpoints import Endpoints
 from trtllm_dflash.serving.log import said_at_load
 from trtllm_dflash.serving.processes import Process, find_processes, kill_processes
 from trtllm_dflash.serving.stalls import Stalls
 from trtllm_dflash.serving.triton import find_triton, shut_off
-from trtllm_dflash.session.launcher import PATIENT, find_launcher
+from trtllm_dflash.session.launcher import PATIENT, find_launcher, mpi_memory
 
 RANK_MODEL = "tensorrt_llm"  # what the ranks beyond the first load
 DRAIN_SECONDS = 30.0  # that running requests get when the server is told to end
@@ -200,7 +200,7 @@ class Server:
         assert self._claim is not None
         self._members = [it for it in find_processes(self._claim.name) if it.what and it.pid != self.pid]
         if self.tp > 1:
-            self._claim.add_memory({file for member in self._members for file in _mpi_memory(member.pid)})
+            self._claim.add_memory({file for member in self._members for file in mpi_memory(member.pid)})
         self.check()
 
     def _ready(self) -> bool:
@@ -331,11 +331,3 @@ def _unquoted(line: str) -> str:
 
 def _ending(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _mpi_memory(pid: int) -> set[Path]:
-    """Finds the shared memory of MPICH's ranks on one host, which a killed rank leaves behind."""
-    with suppress(OSError):
-        maps = Path(f"/proc/{pid}/maps").read_text()
-        return {Path(path) for path in re.findall(rf"({SHARED_MEMORY}/mpich_shm_\w+)", maps)}
-    return set()

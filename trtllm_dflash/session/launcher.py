@@ -1,9 +1,11 @@
 """The processes of tensor-parallel ranks, as an MPI launcher starts and ends them."""
 
 import os
+import re
 import shutil
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from trtllm_dflash.errors import EngineError
@@ -74,13 +76,33 @@ def end_on_interrupt() -> None:
     if not is_heard(signal.SIGINT):
         return
     if launched_rank() == 0:
-        signal.signal(signal.SIGINT, lambda *_: leave())
+        signal.signal(signal.SIGINT, lambda *_: _leave_nothing())
     elif launched_rank() is not None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # not Python's, which waits for MPI to begin
         _is_for_rank_0 = True
 
 
 def leave_interrupts_to_rank_0() -> None:
-    """Lets a rank that has begun MPI hear Ctrl-C no more, where `end_on_interrupt` ends the ranks."""
+    """Keeps a rank that has begun MPI from ending at Ctrl-C by itself, where `end_on_interrupt` ends the ranks.
+
+    It says nothing from then on: that rank 0 has left it is no error to print.
+    """
     if _is_for_rank_0:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, lambda *_: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))
+
+
+def mpi_memory(pid: int) -> set[Path]:
+    """Finds the shared memory of MPICH's ranks on one host, which a killed rank leaves behind."""
+    with suppress(OSError):
+        maps = Path(f"/proc/{pid}/maps").read_text()
+        return {Path(path) for path in re.findall(r"(/dev/shm/mpich_shm_\w+)", maps)}
+    return set()
+
+
+def _leave_nothing() -> None:
+    """Ends rank 0 at once, and takes the memory along that it shares with the others: the launcher kills them."""
+    for file in mpi_memory(os.getpid()):
+        for each in file.parent.glob(f"{file.name.rpartition('_')[0]}_*"):
+            with suppress(OSError):
+                each.unlink()
+    leave()
