@@ -134,20 +134,31 @@ def test_a_wrong_number_of_processes_is_refused(engines):
     assert "mpiexec -n 4" in done.stderr
 
 
-def test_ctrl_c_ends_all_ranks(engines):
-    words = [*COMMAND, "--engine", str(engines / "2"), "--prompt", "Count.", "--ignore-eos", "--max-tokens", "1900"]
+def ended_by(number, engine):
+    """The exit code and the errors of a command of two ranks that a signal ends; nothing of them is left."""
+    words = [*COMMAND, "--engine", str(engine), "--prompt", "Count.", "--ignore-eos", "--max-tokens", "1900"]
     process = start(words)
     assert process.stdout is not None
     process.stdout.read(1)  # the reply has begun
-    memory = set().union(*(mpi_memory(int(pid)) for pid in run("pgrep", "-f", engines / "2").stdout.split()))
-    process.send_signal(signal.SIGINT)
+    memory = set().union(*(mpi_memory(int(pid)) for pid in run("pgrep", "-f", engine).stdout.split()))
+    process.send_signal(number)
     _, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130
-    assert "error: interrupted" in errors
     assert "Traceback" not in errors
     assert memory
     assert not any(file.exists() for file in memory)
-    wait_until(lambda: run("pgrep", "-f", engines / "2").stdout == "", "no rank is left")
+    wait_until(lambda: run("pgrep", "-f", engine).stdout == "", "no rank is left")
+    return process.returncode, errors
+
+
+def test_ctrl_c_ends_all_ranks(engines):
+    code, errors = ended_by(signal.SIGINT, engines / "2")
+    assert code == 130
+    assert "error: interrupted" in errors
+
+
+def test_a_polite_kill_ends_all_ranks(engines):
+    """Each waited for the others to end MPI."""
+    assert ended_by(signal.SIGTERM, engines / "2")[0] == 143
 
 
 def test_ranks_with_fp8_caches_say_what_one_says(of_two, ids):

@@ -16,7 +16,7 @@ PATIENT = {"MPIR_CVAR_NOLOCAL": "1"}
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # MPICH and Intel MPI; PMIx; Open MPI
 _SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")  # PMIx has none
 
-_is_for_rank_0 = False  # Ctrl-C, and this is another one
+_for_rank_0: list[signal.Signals] = []  # signals, and this is another one
 
 
 def launched_rank() -> int | None:
@@ -67,19 +67,19 @@ def launch_ranks(tp: int, arguments: list[str]) -> None:
 
 
 def end_on_interrupt() -> None:
-    """Lets Ctrl-C end the ranks at once: rank 0 leaves, whatever call it is in, and the launcher ends the others.
+    """Lets Ctrl-C or SIGTERM end the ranks at once: rank 0 leaves, whatever call it is in, the launcher ends others.
 
     An exception in the middle of a step would leave the other ranks waiting for this one. The launcher minds a rank's
     leaving only once that has begun MPI, where others would wait for it: until then Ctrl-C ends each of them.
     """
-    global _is_for_rank_0
-    if not is_heard(signal.SIGINT):
-        return
-    if launched_rank() == 0:
-        signal.signal(signal.SIGINT, lambda *_: _leave_nothing())
-    elif launched_rank() is not None:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # not Python's, which waits for MPI to begin
-        _is_for_rank_0 = True
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if launched_rank() is None or not is_heard(number):
+            continue
+        if launched_rank() == 0:
+            signal.signal(number, lambda number, _: _leave_nothing(number))
+        else:
+            signal.signal(number, signal.SIG_DFL)  # not Python's, which waits for MPI to begin
+            _for_rank_0.append(number)
 
 
 def leave_interrupts_to_rank_0() -> None:
@@ -87,8 +87,8 @@ def leave_interrupts_to_rank_0() -> None:
 
     It says nothing from then on: that rank 0 has left it is no error to print.
     """
-    if _is_for_rank_0:
-        signal.signal(signal.SIGINT, lambda *_: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))
+    for number in _for_rank_0:
+        signal.signal(number, lambda *_: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))
 
 
 def mpi_memory(pid: int) -> set[Path]:
@@ -99,10 +99,12 @@ def mpi_memory(pid: int) -> set[Path]:
     return set()
 
 
-def _leave_nothing() -> None:
+def _leave_nothing(number: int) -> None:
     """Ends rank 0 at once, and takes the memory along that it shares with the others: the launcher kills them."""
     for file in mpi_memory(os.getpid()):
         for each in file.parent.glob(f"{file.name.rpartition('_')[0]}_*"):
             with suppress(OSError):
                 each.unlink()
-    leave()
+    if number == signal.SIGINT:
+        leave()
+    os._exit(128 + number)
