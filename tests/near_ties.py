@@ -140,7 +140,7 @@ def assert_only_near_ties_differ(
         if first is None:
             same += 1
             continue
-        ids = prompt + a[:first]
+        ids = [*prompt, *a[:first]]
         logits = all_logits(llm, ids)[-1].float().cpu()
         gap, sampling = rounding_gap(count, logits, dtype), _sampling(params, len(ids))
         for token in (a[first], b[first]):

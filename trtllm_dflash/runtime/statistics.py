@@ -4,12 +4,14 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from trtllm_dflash.errors import CancelledError, DeadlineError, ShutdownError
 from trtllm_dflash.runtime.request import Sequence
 from trtllm_dflash.runtime.verified import AcceptedRanks, VerifiedDrafts
-from trtllm_dflash.session.session import Ints, Session
+
+if TYPE_CHECKING:  # torch comes with them
+    from trtllm_dflash.session.session import Ints, Session
 
 #: Drafted steps that the acceptance length is the mean of.
 RECENT_STEPS = 1000
@@ -99,7 +101,7 @@ class Statistics:
         self._verified, self._ranks = VerifiedDrafts(self.longest), AcceptedRanks()
 
     @classmethod
-    def of(cls, session: Session) -> "Statistics":
+    def of(cls, session: "Session") -> "Statistics":
         """Makes those of a scheduler that runs sequences on a session, with what its caches hold."""
         config, paging = session.config, session.paging
         return cls(
@@ -116,7 +118,7 @@ class Statistics:
         self.recent.extend(taken)
         self._verified.note(drafted, accepted)
 
-    def note_ranks(self, ranks: Ints) -> None:
+    def note_ranks(self, ranks: "Ints") -> None:
         """Notes the ranks of drafts that a step has accepted, and zeros."""
         self._ranks.note(ranks)
 

@@ -2,10 +2,12 @@
 
 from collections import Counter, defaultdict, deque
 from threading import Lock
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trtllm_dflash.session.session import Ints
+if TYPE_CHECKING:  # torch comes with it, and who serves or deploys needs none
+    from trtllm_dflash.session.session import Ints
 
 #: Steps whose numbers are noted, at most, before they are counted.
 _MOST_NOTED = 16
@@ -58,7 +60,7 @@ class AcceptedRanks:
         self._noted: deque[Ints] = deque()
         self._lock = Lock()
 
-    def note(self, ranks: Ints) -> None:
+    def note(self, ranks: "Ints") -> None:
         """Notes the ranks of a step's drafts; zeros do not count."""
         self._noted.append(ranks)
         if len(self._noted) >= _MOST_NOTED:

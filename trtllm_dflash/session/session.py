@@ -98,7 +98,7 @@ class Outcome:
         """Lists the ranks of each slot's first accepted drafts, so many of each, and zeros; see `ranks`."""
         rows, first = self._wait()[: len(counts)], self._first_rank
         if first and rows[:, 0].tolist() == counts:  # all of them, as mostly: what is behind them is 0
-            return rows[:, first:].ravel()
+            return rows[:, first:].flatten()
         return np.fromiter(chain.from_iterable(map(islice, self.ranks, counts)), np.int32)
 
     def read(self) -> list[tuple[int, ...]]:
