@@ -76,6 +76,12 @@ BEFORE_PRODUCTS_OF_ANY_WIDTH = {
     "router-h100/since-qwen3-coder-30b-a3b",
     "step-qwen3-8b-light-h200",
 }
+#: Timed when steps of single rows wrote the states of gated delta nets each time: likewise.
+BEFORE_STATES_WERE_READ_ALONE = {
+    "steps-h100/any-width-since-qwen3.5-27b",
+    "steps-h100/any-width-since-qwen3.5-35b-a3b",
+    "steps-h100/since-shared-groups-qwen3-coder-next-fp8",
+}
 DRAFTING = {"plain": Drafting.OFF, "context only": Drafting.CONTEXT, "drafted": Drafting.BLOCK}
 
 
@@ -95,7 +101,7 @@ def test_predicted_steps_are_within_the_stated_bound_of_those_measured(name):
     models = {"target": DecoderConfig, "drafter": DrafterConfig}
     changes = {role: kind.model_validate(record[role]) for role, kind in models.items()}
     changes["kv"] = "fp8" if "--kv fp8" in record["command"] else None
-    count, errors = StepCount(engine.model_copy(update=changes), gpu), {}
+    count, errors, older = StepCount(engine.model_copy(update=changes), gpu), {}, set()
     for row in record["rows"]:
         arm = row["arm"], row["batch"], row["rows"]
         drafting = DRAFTING[row["arm"]]
@@ -105,12 +111,16 @@ def test_predicted_steps_are_within_the_stated_bound_of_those_measured(name):
             sum(getattr(part.total, kind) for part in count.parts(drafting, *arm[1:], row["cache_length"]))
             for kind in ("bytes", "flops")
         )
-        assert (bytes_, flops) == (row["bytes"], row["flops"])
+        if row["rows"] == 1 and name in BEFORE_STATES_WERE_READ_ALONE:
+            assert bytes_ < row["bytes"] and flops == row["flops"] and errors[arm] < 0
+            older.add(arm)
+        else:
+            assert (bytes_, flops) == (row["bytes"], row["flops"])
     batches = set(map(int, words[words.index("--batch") + 1].split(","))) if "--batch" in words else {1, 8, 32}
     assert {(arm, batch) for arm, batch, _ in errors} >= {(a, b) for a in ("plain", "drafted") for b in batches}
     slower = {arm for arm in errors if 16 < arm[1] * arm[2] <= 128} if name in BEFORE_PRODUCTS_OF_ANY_WIDTH else set()
     bound, most = RECORDS[name]
-    assert max(abs(error) for arm, error in errors.items() if arm not in slower) <= bound <= most, errors
+    assert max(abs(error) for arm, error in errors.items() if arm not in slower | older) <= bound <= most, errors
     assert all(-0.12 < errors[arm] < bound for arm in slower), errors
 
 
@@ -302,18 +312,20 @@ def test_minimax_m2_is_planned_in_the_fp8_of_its_checkpoint_and_its_drafter_said
     assert "on 8 x h100" in succeeds(*plan, "--tp", 8, "--ep")
 
 
-def test_states_are_read_and_written_once_a_step_whatever_its_rows():
+def test_states_are_read_once_a_step_and_written_once_by_those_of_several_rows():
     engine = planned_engine(BuildSettings(name="qwen3.5-27b", target="x", max_batch=1, tp=1), "h200")
-    (one,), (many,), (later,) = (
+    (one,), (two,), (many,), (later,) = (
         step_work(engine, Drafting.OFF, batch=1, rows=rows, length=length)
-        for rows, length in ((1, 1000), (16, 1000), (1, 2000))
+        for rows, length in ((1, 1000), (2, 1000), (16, 1000), (1, 2000))
     )
     kv = 16 * 2 * 4 * 256 * 2  # bytes a token: every fourth of 64 layers attends
     assert later.bytes - one.bytes == 1000 * kv
-    assert many.bytes - one.bytes == 15 * (kv + 5120 * 2)  # no state is read twice
+    assert many.bytes - two.bytes == 14 * (kv + 5120 * 2)  # no state is read twice
     state = 48 * 48 * 128 * 128 * 4
+    # Of a row alone it is written in one step of 16. Beside it lie fewer rows: a sixth of it in a block.
+    assert 15 / 16 * state < two.bytes - one.bytes - (kv + 5120 * 2) < 1.4 * state
     weights = 26.9e9 * 2 - 248320 * 5120 * 2
-    assert one.bytes == pytest.approx(weights + 2 * state + 1001 * kv, rel=0.005)
+    assert one.bytes == pytest.approx(weights + 17 / 16 * state + 1001 * kv, rel=0.005)
 
 
 @pytest.mark.principal("1-qwen3-4b", "2-gpt-oss-20b", "1-qwen3.5-27b")

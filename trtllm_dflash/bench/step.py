@@ -275,11 +275,12 @@ class StepBench:
         start = max(1, plan.cache_length - plan.steps // 2)
         try:
             for slot in range(batch):
-                if plan.config.target.delta is not None:
-                    beside = min(slot % min(MOST_KEPT, plan.config.block_size), start - 1)
-                    session.place(Place(slot, start - 1 - beside, beside))
+                self._place(slot, start - 1, 0)
                 outcome = self._begin(arm, slot, start - 1)
             outcome.read()
+            for slot in range(batch):
+                beside = 1 + slot % min(MOST_KEPT, plan.config.block_size)
+                self._place(slot, start - min(beside, start), min(beside, start))
             launched: deque[Outcome] = deque()
             read = []
             for launches_left in reversed(range(plan.steps)):
@@ -290,6 +291,10 @@ class StepBench:
         except torch.OutOfMemoryError:
             raise EngineError(f"--batch {batch}: the GPU's memory ran out; use smaller ones") from None
         return (read[-1] - read[0]) / (len(read) - 1)
+
+    def _place(self, slot: int, position: int, beside: int) -> None:
+        if self.plan.config.target.delta is not None:
+            self.session.place(Place(slot, position, beside))
 
     def _begin(self, arm: Arm, slot: int, position: int) -> Outcome:
         if not (arm.tree or arm.shares):

@@ -13,6 +13,7 @@ from trtllm_dflash.cost.gpus import GPU, Rates
 from trtllm_dflash.cost.memory import computes_all_experts, is_multiplied_in_fp8, plan_adds, stored_bytes
 from trtllm_dflash.cost.states import net_state_bytes
 from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.kernels.delta_net import DELTA_SIZES, MOST_KEPT
 from trtllm_dflash.models import target_weights
 from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
 from trtllm_dflash.models.dflash2 import is_table
@@ -177,10 +178,17 @@ class StepCount:
         return Work(numbers * self.config.cache_dtype.itemsize, flops)
 
     def _states(self, net: DeltaNet, states: int, rows: int) -> Work:
-        """Counts so many states of gated delta nets, read and written once, and each row's three products with one."""
+        """Counts so many states of gated delta nets, read once, and each row's three products with one.
+
+        Written once, too; by steps of single rows that our kernels take, in one of so many as rows fit beside a state.
+        """
         heads = units_per_rank(net.value_heads, self.config.tp)
         flops = 6 * states * rows * heads * net.key_size * net.value_size
-        return Work(2 * states * net_state_bytes(net, self.config.block_size, self.config.tp), flops)
+        block, tp = self.config.block_size, self.config.tp
+        if rows > 1 or net.key_size != DELTA_SIZES[-1]:
+            return Work(2 * states * net_state_bytes(net, block, tp), flops)
+        turns = min(MOST_KEPT, block)
+        return Work(states * (net_state_bytes(net, turns // 2, tp) + net_state_bytes(net, 0, tp) // turns), flops)
 
 
 @dataclass(frozen=True)

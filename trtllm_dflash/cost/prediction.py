@@ -41,14 +41,14 @@ _ROW = 64.5e-9  # seconds a layer for each row, of 4,096 numbers, divided by the
 _ROW_SIZE = 4096
 
 _CONTEXT = 38e-6  # seconds of what the drafter keeps of tokens where it does not draft
-_SHARED = 0.84e-6  # seconds a layer more of mixtures with an expert that all rows go through
+_SHARED = 0.82e-6  # seconds a layer more of mixtures with an expert that all rows go through
 _FP8_CACHES = 12e-6  # likewise of attention over FP8 caches
 _NORMED = 25e-6  # likewise where what attention and the feed-forward give is normed before it is added
 
 # Gated delta nets: seconds of one, and the share of the copy rate that states are read and written at; of one row a
-# slot and of more, which first absorb those of the step before.
-_NET, _NET_OF_MANY = 4.9e-6, 24.6e-6
-_STATES, _STATES_OF_MANY = 0.915, 0.542
+# slot, mostly read alone, and of more, which first absorb those of the step before.
+_NET, _NET_OF_MANY = 2.87e-6, 15.5e-6
+_STATES, _STATES_OF_MANY = 1.0, 0.503
 
 # Of a slot's rows, the exponent of how many choose experts as if each did so by itself: the rows of one text are alike.
 _APART = 0.954
@@ -69,7 +69,7 @@ class _Experts:
     decoded: float | None = None  # bytes a second that an H200 decodes; others in proportion to operations in FP32
 
 
-_EXPERTS_IN_FP8 = _Experts(16.8e-6, 0.19, 7.43e12)
+_EXPERTS_IN_FP8 = _Experts(17.4e-6, 0.59, 7.43e12)
 #: By the name of `stored_experts`.
 _EXPERTS = {
     None: _Experts(4.1e-6, 1.51),

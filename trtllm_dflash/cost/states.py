@@ -59,7 +59,7 @@ def state_bytes(config: EngineConfig) -> int:
 
 
 def net_state_bytes(net: DeltaNet, block: int, tp: int) -> int:
-    """Bytes of a slot's state of one gated delta net on one rank: its matrices, and a block's rows, all in FP32."""
+    """Bytes of a slot's state of one gated delta net on one rank: its matrices, and so many rows' beside, in FP32."""
     values, keys = units_per_rank(net.value_heads, tp), units_per_rank(net.key_heads, tp)
     rows = values * net.value_size + keys * net.key_size + values  # and each row's decay
     convolved = (block + net.kernel - 1) * units_per_rank(net.key_heads, tp) * (net.channels // net.key_heads) * 2

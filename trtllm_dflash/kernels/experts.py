@@ -13,13 +13,13 @@ Tensor = torch.Tensor
 
 #: Rows that `MoE` takes: for more, products of many rows are faster.
 MOE_ROWS = 512
-#: From which on an expert is read once for up to 64 of its rows (Hopper), not for 8 or 16. Rows of an expert, on
-#: average: sooner where rows like the same ones, which they mostly do.
-_MANY_ROWS = 4
+# From which on an expert is read once for up to 64 of its rows (Hopper), not for 8 or 16.
 #: Of tiles, pairs of a row and an expert: as soon as what comes before the products is worth its time.
 _MANY_PAIRS = 40
-#: All rows, where they go through one expert besides: it would be read for each 8 or 16 of them.
-_MANY_SHARED = 48
+#: Rows of an expert, on average, in 16 bits and else: sooner where rows like the same ones, which they mostly do.
+_MANY_ROWS = 1, 4
+#: Likewise all rows, where they go through one expert besides: it would be read for each 8 or 16 of them.
+_MANY_SHARED = 16, 48
 
 # Members of `dflash_moe_format`.
 _NUMBERS, _MXFP4, _FP8_ROWS, _FP8_BLOCKS, _INT4, _NVFP4 = range(6)
@@ -266,8 +266,9 @@ class MoE:
         pairs: int = rows * params.top_k
         if self._gate_up.is_tiled:
             return pairs >= _MANY_PAIRS
-        least: int = _MANY_ROWS * params.experts
-        return rows >= _MANY_SHARED if params.has_shared else pairs >= least
+        is_small = self._gate_up.format != _NUMBERS
+        least: int = _MANY_ROWS[is_small] * params.experts
+        return rows >= _MANY_SHARED[is_small] if params.has_shared else pairs >= least
 
     def _params(
         self, x: Tensor, logits: Tensor, shared_gate: Tensor | None, residual: Tensor | None
