@@ -188,8 +188,9 @@ def test_step_times_are_kept_with_the_engine(llm, tmp_path, monkeypatch):
         kept["machine"][name] = "another"
         (tmp_path / FILE).write_text(json.dumps(kept))
         assert step_times(llm.session, tmp_path, LENGTHS) == {(1, 0, 0): 1.0}
-    (tmp_path / FILE).write_text("{")
-    assert step_times(llm.session, tmp_path, LENGTHS) == {(1, 0, 0): 1.0}
+    for damaged in ("{", "[" * 100_000):
+        (tmp_path / FILE).write_text(damaged)
+        assert step_times(llm.session, tmp_path, LENGTHS) == {(1, 0, 0): 1.0}
 
 
 def test_step_times_that_are_not_kept_yet_are_measured_alone(llm, tmp_path, monkeypatch):

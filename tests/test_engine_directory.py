@@ -321,10 +321,10 @@ def test_no_directory_and_no_engine_are_told_how_to_get_one(tmp_path):
     ("text", "says"),
     [
         ("{", "Expecting property name"),
-        ("[]", "build the engine again"),
         ("\xff", "build the engine again"),
         ('{"schema_version": 2}', "schema version 2, this release reads 1"),
         ("{}", "has no schema_version, so it is no engine's"),
+        ("[]", "has no schema_version, so it is no engine's"),
     ],
 )
 def test_a_config_of_another_form_is_refused(text, says, engine):

@@ -75,6 +75,19 @@ def test_it_takes_its_share_and_no_more_than_its_size(tmp_path):
     assert 0 < (tmp_path / "full" / FILE).stat().st_size <= 2 * size
 
 
+def test_replies_that_are_not_the_targets_own_are_left_out(tmp_path):
+    harvest = Harvest(tmp_path, 1.0, 10**6)
+    for params in (
+        SamplingParams(presence_penalty=1.0),
+        SamplingParams(logit_bias={3: 5.0}),
+        SamplingParams(bad_words=("no",)),
+        SamplingParams(temperature=0.7, top_p=0.9),
+    ):
+        harvest.take(Sequence([1, 2], params, 9, frozenset(), token_ids=[3]))
+    harvest.take(Sequence([1, 2], SamplingParams(), 9, frozenset(), token_ids=[4], grammar=object()))
+    assert [row["reply_ids"] for row in lines(tmp_path)] == [[3]]  # of the one that is sampled
+
+
 def test_a_disk_that_becomes_full_leaves_whole_lines(tmp_path, caplog):
     """A file may take but a part of a line without an error."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -224,6 +224,14 @@ def test_rounds_of_other_kernels_or_another_gpu_are_not_gone_on_from(tmp_path):
             resumed(attention, gpu)
 
 
+@pytest.mark.parametrize("force", [False, True])
+def test_results_are_not_written_into_an_engine(tmp_path, force):
+    (tmp_path / "config.json").write_text("{}")
+    settings = SweepSettings.model_validate({"shape": "tiny", "concurrency": "1", "requests": 8})
+    with pytest.raises(SettingsError, match=r"has a config\.json, as engines do; name another folder"):
+        open_results(plan_results(settings, SAMPLES, gpus=1), tmp_path, resume=False, force=force)
+
+
 def test_a_longer_list_of_loads_may_go_on_from_a_shorter_one(tmp_path):
     sweep(TwoSpeeds(), tmp_path, concurrency="1", requests=8)
     results = sweep(TwoSpeeds(), tmp_path, resume=True, concurrency="1,2", requests=8)

@@ -182,7 +182,7 @@ def read_config(path: Path) -> EngineConfig:
         if not file.is_file():
             raise EngineError(f"{path}: not an engine directory (no {CONFIG_FILE}); build one: trtllm-dflash build")
         raw = json.loads(file.read_text())
-        version = raw.get("schema_version")
+        version = raw.get("schema_version") if isinstance(raw, dict) else None
         if version is None:
             raise EngineError(f"{file}: has no schema_version, so it is no engine's; build the engine again")
         if version != SCHEMA_VERSION:

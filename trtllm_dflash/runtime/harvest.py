@@ -43,8 +43,12 @@ class Harvest:
         self._file = os.fdopen(handle, "ab", buffering=0)
 
     def take(self, sequence: Sequence) -> None:
-        """Writes a finished sequence, if it is drawn and there is room. A disk that fails ends the harvest alone."""
-        if self._file.closed or self._draw() >= self._share:
+        """Writes a finished sequence, if it is drawn and there is room. A disk that fails ends the harvest alone.
+
+        A reply that a grammar, penalties or biases had a part in is not the target's own: nothing to train on.
+        """
+        is_own = sequence.grammar is None and not sequence.params.penalizes
+        if self._file.closed or not is_own or self._draw() >= self._share:
             return
         row = {"prompt_ids": sequence.prompt_ids, "reply_ids": sequence.token_ids}
         line = json.dumps(row, separators=(",", ":")).encode() + b"\n"

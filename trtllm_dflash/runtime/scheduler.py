@@ -400,7 +400,7 @@ class Scheduler:
         slots = zip(range(len(taken)), batch.stays, batch.sequences, committed, taken, accepted, drafted, strict=False)
         for place, stay, sequence, ids, new, survived, drafts in slots:
             tokens = sequence.token_ids
-            if len(tokens) + new > stay.quiet or not has_no_end(ids):
+            if len(tokens) + new > stay.quiet or not has_no_end(ids):  # one that is over, or has no limit yet: always
                 if len(tokens) + new > stay.goes_on or not has_no_end(ids):
                     taken[place] = self._look(stay, ids, drafts, under_way, now)
                     accepted[place] = sequence.accepted_per_step[-1] if taken[place] else 0

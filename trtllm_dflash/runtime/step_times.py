@@ -176,7 +176,7 @@ def _read(file: Path, machine: dict[str, str]) -> dict[str, MixedStepTimes]:
             kind: {(int(slots), int(drafts), int(tokens)): float(seconds) for slots, drafts, tokens, seconds in rows}
             for kind, rows in kept["times"].items()
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from trtllm_dflash.bench.machine import machine, versions
 from trtllm_dflash.cost.acceptance import ImposedAcceptance
+from trtllm_dflash.engine.directory import CONFIG_FILE
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.sweep.dataset import Dataset
 from trtllm_dflash.sweep.load import Amount, Arm, ClosedLoop, Load, Target, Traffic, Traits, run_load
@@ -90,8 +91,11 @@ def open_results(fresh: Results, folder: Path, resume: bool, force: bool) -> Res
     """Chooses the results to go on with: fresh ones, or those in the folder.
 
     Raises:
-        SettingsError: the folder has some, and neither `resume` nor `force` is set; or they have other settings.
+        SettingsError: the folder has some, and neither `resume` nor `force` is set; or they have other settings; or it
+            is an engine's, which a build may replace.
     """
+    if (folder / CONFIG_FILE).exists():
+        raise SettingsError(f"--output {folder}: has a {CONFIG_FILE}, as engines do; name another folder")
     if not (folder / FILE).exists() or force:
         if resume and not force:
             raise SettingsError(f"--resume: there is no {FILE} in {folder}")
