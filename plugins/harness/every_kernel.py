@@ -658,7 +658,8 @@ def states(dtype: torch.dtype) -> None:
         for size in DELTA_SIZES:
             delta_net(kind, size, 2, 4, MIXED_RUNS)
         delta_net(kind, 128, 2, 16, MIXED_RUNS)
-        delta_net(kind, 128, 2, 6, [(0, 0, 1, 0), (9, 2, 1, 0), (7, 7, 0, 0), (30, 14, 1, 0)])
+        for keeps in (0, DELTA_ROWS):  # each state written, or but the last one's
+            delta_net(kind, 128, 2, 6, [(0, 0, 1, 0), (9, 2, 1, 0), (7, 7, 0, 0), (30, 14, 1, 0)], keeps=keeps)
 
 
 def states_of_many(dtype: torch.dtype) -> None:
@@ -693,6 +694,7 @@ def delta_net(
     value_heads: int,
     runs: Sequence[tuple[int, int, int, int]],
     pending: int = DELTA_ROWS,
+    keeps: int = 0,
 ) -> None:
     """One net over a step of slots' runs, as in MIXED_RUNS; then where the states stand."""
     slots, channels, before = len(runs), (2 * key_heads + value_heads) * size, DELTA_TAPS - 1
@@ -718,8 +720,8 @@ def delta_net(
     segments = ints(*(x for place in places for x in place)).view(-1, 4)
     stand, counters = ints(*lengths), torch.zeros(slots, key_heads, dtype=torch.int32, device="cuda")
     x = normal(rows, channels + value_heads * size, dtype=dtype)
-    net(x, normal(rows, 2 * value_heads, dtype=dtype), segments, stand, counters, max(counts))
-    kernels.advance_states(stand, segments, pending)
+    net(x, normal(rows, 2 * value_heads, dtype=dtype), segments, stand, counters, max(counts), keeps)
+    kernels.advance_states(stand, segments, pending, keeps)
 
 
 def products(dtype: torch.dtype, outputs: int, inputs: int) -> None:
