@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from itertools import takewhile
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, FailFast, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
@@ -203,12 +203,69 @@ class NamedTool(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    type: Literal["function"]
+    type: ToolKind
     function: NamedFunction
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return self.function.name
+
+
+class _AllowedFunction(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True)  # clients may give the rest of its definition
+
+    name: FunctionName
+
+
+class AllowedTool(BaseModel):
+    """A function of those that a reply may call."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    type: ToolKind
+    function: _AllowedFunction
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return self.function.name
+
+
+class AllowedTools(BaseModel):
+    """The functions that a reply may call (`auto`), or of which it must call one (`required`)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], FailFast(), Field(min_length=1, max_length=MOST_TOOLS)]
+
+
+class AllowedChoice(BaseModel):
+    """A `tool_choice` of a chat that allows some of its tools."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
 
 
 Tools = Annotated[list[Tool], FailFast(), Field(max_length=MOST_TOOLS)]
-ToolChoice = Literal["none", "auto", "required"]
+ToolWord = Literal["none", "auto", "required"]
+
+
+def kind_of_choice(choice: object) -> str:
+    """Tells the forms of a `tool_choice` apart."""
+    if isinstance(choice, dict | BaseModel):
+        kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
+        return "allowed" if kind == "allowed_tools" else "named"
+    return "word"
+
+
+ToolChoice = Annotated[
+    Annotated[ToolWord, Tag("word")] | Annotated[NamedTool, Tag("named")] | Annotated[AllowedChoice, Tag("allowed")],
+    Discriminator(kind_of_choice),
+]
 
 
 def one_instruction(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

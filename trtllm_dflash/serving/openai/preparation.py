@@ -3,7 +3,7 @@
 import inspect
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
@@ -17,6 +17,7 @@ from trtllm_dflash.serving.client import TokenRequest
 from trtllm_dflash.serving.openai.errors import ApiError
 from trtllm_dflash.serving.openai.jobs import Choice, Job
 from trtllm_dflash.serving.openai.messages import Function, one_instruction
+from trtllm_dflash.serving.openai.offer import Chosen, Offer
 from trtllm_dflash.serving.openai.replies import CompletionForm
 from trtllm_dflash.serving.openai.requests import (
     ChatRequest,
@@ -45,37 +46,6 @@ _CALLS_ALONE = ("harmony", "llama3")
 
 # Keys refused in chat_template_kwargs: the renderer's own arguments, another template among them, and its conversation.
 _RENDERER_ARGUMENTS = {"messages", *inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters}
-
-
-@dataclass(frozen=True)
-class Offer:
-    """The functions that a reply may call.
-
-    Attributes:
-        must: it calls one at least, and says nothing else.
-        parallel: it may call several.
-        held: its form is held to that of calls.
-    """
-
-    functions: tuple[Function, ...]
-    must: bool
-    parallel: bool
-    held: bool
-
-    @property
-    def schemas(self) -> dict[str, dict[str, Any]] | None:
-        """The schemas of arguments, by function; None: there are no functions."""
-        return {function.name: function.schema_of_arguments for function in self.functions} or None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The functions' names."""
-        return tuple(function.name for function in self.functions)
-
-    @property
-    def most_calls(self) -> int | None:
-        """The most calls that a reply may have; None: any number."""
-        return None if self.parallel else 1
 
 
 class Preparation:
@@ -202,30 +172,17 @@ class Preparation:
         tokens = self._tokens(asked.tokens, "tokens") if asked.tokens else []
         return {"prompt": self._codec.backend.decode(tokens, skip_special_tokens=False)}
 
-    def _offer(self, functions: Sequence[Function], choice: object, parallel: bool | None = None) -> Offer:
-        """Decides which functions a reply may call.
-
-        Args:
-            choice: "none", "auto", "required", a tool that is named, or None.
-            parallel: False lets it make one call at most.
+    def _offer(self, functions: Sequence[Function], choice: Chosen, parallel: bool | None = None) -> Offer:
+        """Decides which functions a reply may call; see `Offer.of`.
 
         Raises:
             ApiError: there are none to choose from, or this engine's model knows none.
         """
-        if choice not in (None, "none", "auto"):
-            named = getattr(choice, "name", None) or getattr(getattr(choice, "function", None), "name", None)
-            functions = [function for function in functions if named in (None, function.name)]
-            if not functions:
-                raise ApiError(400, "tool_choice: there is no such tool to choose", "tool_choice")
-            parallel = parallel if named is None else False
-        if choice == "none":
-            functions = []
-        if functions and self._codec.chat_format is None:
+        offer = Offer.of(functions, choice, parallel)
+        if offer.functions and self._codec.chat_format is None:
             message = "tools: this engine's chat template asks for calls in no form that is known here"
             raise ApiError(400, message, "tools", "unsupported_value")
-        must = choice not in (None, "none", "auto")
-        held = must or any(function.strict for function in functions)
-        return Offer(tuple(functions), must, parallel is not False, held)
+        return offer
 
     def _form(self, asked: CommonRequest, chat: bool, logprobs: bool) -> CompletionForm:
         prompts = asked.prompt_logprobs is not None
@@ -247,7 +204,7 @@ class Preparation:
         chat_format = self._codec.chat_format
         if not offer.held or chat_format is None:
             return None
-        callees = [Callee(each.name, each.schema_of_arguments, each.strict is True) for each in offer.functions]
+        callees = [Callee(each.name, each.schema_of_arguments, each.strict is True) for each in offer.callees]
         thinking = self._codec.thinks_first(ids)
         try:
             source = call_grammar(

@@ -35,7 +35,7 @@ from trtllm_dflash.runtime.structured import Structured
 from trtllm_dflash.serving.openai.errors import ApiError
 from trtllm_dflash.serving.openai.formats import ResponseFormat, StructuredOutputs
 from trtllm_dflash.serving.openai.json_fields import JsonFields
-from trtllm_dflash.serving.openai.messages import MOST_FIELDS, Message, NamedTool, ToolChoice, Tools, asked_of
+from trtllm_dflash.serving.openai.messages import MOST_FIELDS, Message, ToolChoice, Tools, asked_of
 
 _R = TypeVar("_R", bound=BaseModel)
 
@@ -303,7 +303,7 @@ class ChatRequest(CommonRequest):
     logprobs: bool = False
     top_logprobs: Logprobs = 0
     tools: Tools = Field(default_factory=list)
-    tool_choice: ToolChoice | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
 

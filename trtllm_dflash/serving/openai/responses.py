@@ -22,9 +22,10 @@ from trtllm_dflash.serving.openai.messages import (
     Function,
     FunctionName,
     ToolCall,
-    ToolChoice,
     ToolKind,
+    ToolWord,
     asked_of,
+    kind_of_choice,
 )
 from trtllm_dflash.serving.openai.requests import GenerationRequest
 
@@ -162,8 +163,35 @@ class NamedResponseTool(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    type: Literal["function"]
+    type: ToolKind
     name: FunctionName
+
+
+class AllowedResponseTool(BaseModel):
+    """A function of those that a reply may call."""
+
+    model_config = ConfigDict(frozen=True, strict=True)  # clients may give the rest of its definition
+
+    type: ToolKind
+    name: FunctionName
+
+
+class AllowedResponseTools(BaseModel):
+    """The functions that a reply may call (`auto`), or of which it must call one (`required`)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedResponseTool], FailFast(), Field(min_length=1, max_length=MOST_TOOLS)]
+
+
+ResponseToolChoice = Annotated[
+    Annotated[ToolWord, Tag("word")]
+    | Annotated[NamedResponseTool, Tag("named")]
+    | Annotated[AllowedResponseTools, Tag("allowed")],
+    Discriminator(kind_of_choice),
+]
 
 
 class Reasoning(BaseModel):
@@ -196,7 +224,7 @@ class ResponsesRequest(GenerationRequest):
     instructions: str | None = None
     max_output_tokens: MaxTokens | None = None
     tools: Annotated[list[ResponseTool], FailFast(), Field(max_length=MOST_TOOLS)] = Field(default_factory=list)
-    tool_choice: ToolChoice | NamedResponseTool | None = None
+    tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
     text: TextConfig = TextConfig()
