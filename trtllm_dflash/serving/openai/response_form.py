@@ -170,7 +170,8 @@ def _content(kind: str, text: str) -> dict[str, Any]:
 def _usage(usage: Usage) -> dict[str, object]:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        # No cache is written that a client would pay for; newer clients look for the number.
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.thinking_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
