@@ -121,6 +121,76 @@ def test_a_choice_of_allowed_tools_that_is_none_is_refused_by_its_place(prepared
     assert error.param == f"tool_choice.{'' if path == 'response' else 'allowed_tools.'}{place}"
 
 
+#: As Codex offers the tools of an MCP server and of its own.
+SUMS = {"type": "namespace", "name": "mcp__sums", "description": "Sums.", "tools": FLAT[:2]}
+AGENTS = {"type": "namespace", "name": "agents__", "description": "Agents.", "tools": [{**FLAT[2], "strict": False}]}
+SEARCH = {"type": "web_search", "external_web_access": False}
+
+
+def test_functions_of_a_namespace_are_called_by_both_names(prepared, words):
+    qwen = prepared("qwen3")
+    asked = {"tools": [FLAT[0], SUMS, AGENTS, SEARCH], "stream": True}
+    job = qwen.response(**asked)
+    for name in ("double", "mcp__sums__double", "mcp__sums__add", "agents__tell"):
+        assert f'"name": "{name}"' in qwen.prompt(job)
+    assert "web_search" not in qwen.prompt(job)
+    calls = "\n".join(written("qwen3", name, {"x": 1}) for name in ("mcp__sums__double", "agents__tell", "double"))
+    for stream in (True, False):
+        reply = spoken(qwen.response(**asked | {"stream": stream}), calls, "")
+        events = read_strictly(reply) if stream else []
+        response = events[-1].response if stream else Response.model_validate_json(json.dumps(reply), strict=True)
+        called = [(item.namespace, item.name, item.arguments) for item in response.output]
+        assert called == [(space, name, '{"x": 1}') for space, name in CALLED]
+        added = [event.item for event in events if event.type == "response.output_item.added"]
+        assert [(item.namespace, item.name) for item in added] == (CALLED if stream else [])
+        assert [tool.type for tool in response.tools] == ["function", "namespace", "namespace"]
+    # What goes back is written as it was called.
+    items = [item.model_dump(exclude_none=True) for item in response.output]
+    results = [{"type": "function_call_output", "call_id": item["call_id"], "output": "2"} for item in items]
+    past = qwen.prompt(qwen.response(**asked | {"input": [*ASKED, *items, *results]}))
+    assert "calls mcp__sums__double 1 calls agents__tell 1 calls double 1" in past
+    named = {"type": "function", "name": "add", "namespace": "mcp__sums"}
+    must = {"type": "allowed_tools", "mode": "required", "tools": [named]}
+    for choice in (named, must):
+        source = form_of(qwen.response(**asked, tool_choice=choice)).value
+        assert words.allows(source, written("qwen3", "mcp__sums__add", {"x": 1, "y": 2}))
+        assert not words.allows(source, written("qwen3", "double", {"x": 1}))
+
+
+CALLED = [("mcp__sums", "double"), ("agents__", "tell"), (None, "double")]
+
+
+@pytest.mark.parametrize(
+    ("param", "says", "tools"),
+    [
+        ("tools.1.type", "only functions are taken, not 'mcp'", [FLAT[0], {"type": "mcp", "server_label": "a"}]),
+        *[
+            ("tools.0.type", f"only functions are taken, not {kind!r}", [{"type": kind}])
+            for kind in ("file_search", "code_interpreter", "computer", "local_shell", "shell", "apply_patch", "custom")
+        ],
+        ("tools.0.tools.0.type", "only functions", [{**SUMS, "tools": [{"type": "custom", "name": "a"}]}]),
+        ("tools.0.tools.0.name", "", [{**SUMS, "tools": [{"type": "function", "name": "a b"}]}]),
+        ("tools.0.name", "", [{**SUMS, "name": "a b"}]),
+        ("tools", "'mcp__sums__add', is another's, too", [SUMS, {"type": "function", "name": "mcp__sums__add"}]),
+        ("tools", "'mcp__sums__double', is another's, too", [SUMS, {**SUMS, "name": "mcp__sums__"}]),
+        ("tools", "has more than 128 characters", [{**SUMS, "name": "a" * 124}]),
+        ("tools", "129 functions", [FLAT[0], {**SUMS, "tools": [{**FLAT[0], "name": f"f{i}"} for i in range(128)]}]),
+        ("tools.async", "not supported", [{**FLAT[0], "async": True}]),
+    ],
+)
+def test_tools_that_nobody_here_would_run_are_refused_by_their_place(prepared, param, says, tools):
+    error = refused(prepared("qwen3").response, tools=tools)
+    assert error.param == param and says in str(error)
+
+
+def test_what_agents_say_of_functions_besides_changes_nothing(prepared):
+    more = {"defer_loading": True, "output_schema": {"type": "object"}, "async": False, "allowed_callers": ["direct"]}
+    include = ["reasoning.encrypted_content", "web_search_call.action.sources"]
+    job = prepared("qwen3").response(tools=[{**FLAT[0], **more}, {"type": "image_generation"}], include=include)
+    assert prepared("qwen3").prompt(job) == prepared("qwen3").prompt(prepared("qwen3").response(tools=FLAT[:1]))
+    assert refused(prepared("qwen3").response, tools=[SEARCH], tool_choice="required").param == "tool_choice"
+
+
 # -- replies ---------------------------------------------------------------------------------------------------------
 
 

@@ -20,7 +20,8 @@ UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {"function_call": (),
 _IGNORED_IN_MESSAGE = frozenset({"annotations", "parsed"})  # parsed: the official client's own, in what it sends back
 IGNORED_IN_CALL = frozenset({"parsed_arguments"})
 
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+LONGEST_NAME = 128  # characters of a function's name
+FunctionName = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_.-]{{1,{LONGEST_NAME}}}$")]
 #: A name in the conversation's past: a model calls functions by names that nobody offered, and is told so.
 CalledName = Annotated[str, Field(min_length=1, max_length=1024)]
 
@@ -207,7 +208,7 @@ class NamedTool(BaseModel):
     function: NamedFunction
 
     @property
-    def name(self) -> str:
+    def called(self) -> str:
         """The function's name."""
         return self.function.name
 
@@ -227,7 +228,7 @@ class AllowedTool(BaseModel):
     function: _AllowedFunction
 
     @property
-    def name(self) -> str:
+    def called(self) -> str:
         """The function's name."""
         return self.function.name
 

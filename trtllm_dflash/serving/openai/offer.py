@@ -6,7 +6,7 @@ from typing import Any
 
 from trtllm_dflash.serving.openai.errors import ApiError
 from trtllm_dflash.serving.openai.messages import AllowedChoice, AllowedTools, Function, NamedTool
-from trtllm_dflash.serving.openai.responses import AllowedResponseTools, NamedResponseTool
+from trtllm_dflash.serving.openai.response_tools import AllowedResponseTools, NamedResponseTool
 
 #: A `tool_choice`, of a chat or of /v1/responses.
 Chosen = str | NamedTool | NamedResponseTool | AllowedChoice | AllowedResponseTools | None
@@ -47,13 +47,13 @@ class Offer:
                 raise _no_tool()
             return cls._made(functions, functions, choice == "required", parallel)
         if isinstance(choice, NamedTool | NamedResponseTool):
-            named = [function for function in functions if function.name == choice.name]
+            named = [function for function in functions if function.name == choice.called]
             if not named:
-                raise _no_tool(choice.name)
+                raise _no_tool(choice.called)
             return cls._made(named, named, True, False)
         allowed: AllowedTools | AllowedResponseTools
         allowed = choice.allowed_tools if isinstance(choice, AllowedChoice) else choice
-        names = {tool.name for tool in allowed.tools}
+        names = {tool.called for tool in allowed.tools}
         missing = names - {function.name for function in functions}
         if missing:
             raise _no_tool(min(missing))

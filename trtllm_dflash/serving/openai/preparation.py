@@ -29,6 +29,7 @@ from trtllm_dflash.serving.openai.requests import (
     parse,
 )
 from trtllm_dflash.serving.openai.response_form import ResponseForm
+from trtllm_dflash.serving.openai.response_tools import functions_of
 from trtllm_dflash.serving.openai.responses import ResponsesRequest
 from trtllm_dflash.serving.parameters import LONGEST_STOP, MOST_STOPS
 from trtllm_dflash.session.limits import MOST_BAD_RUNS
@@ -125,7 +126,7 @@ class Preparation:
         """Makes a job of a body of /v1/responses."""
         asked = parse(ResponsesRequest, body)
         self.check_name(asked.model)
-        offer = self._offer(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+        offer = self._offer(functions_of(asked.tools), asked.tool_choice, asked.parallel_tool_calls)
         arguments = {**self._effort(asked.reasoning.effort, "reasoning.effort"), **asked.chat_template_kwargs}
         ids = self._conversation(asked.messages(), "input", arguments, offer.functions)
         self._check_effort(asked.reasoning.effort, "reasoning.effort", ids)

@@ -8,6 +8,7 @@ from pydantic import BaseModel
 
 from trtllm_dflash.serving.openai.errors import ApiError
 from trtllm_dflash.serving.openai.replies import Added, Form, Reply, Usage, event
+from trtllm_dflash.serving.openai.response_tools import UnusedTool, flat_name, members_of
 from trtllm_dflash.serving.openai.responses import ResponsesRequest
 from trtllm_dflash.text.reply.parts import Part
 
@@ -37,10 +38,16 @@ class ResponseForm(Form):
             "store": False,
             "temperature": temperature,
             "text": {"format": asked.text.format.body()},
-            "tool_choice": named.model_dump() if isinstance(named, BaseModel) else named or "auto",
-            "tools": [{"type": "function", **tool.model_dump(exclude={"type"})} for tool in asked.tools],
+            "tool_choice": named.model_dump(exclude_none=True) if isinstance(named, BaseModel) else named or "auto",
+            "tools": [tool.model_dump() for tool in asked.tools if not isinstance(tool, UnusedTool)],
             "top_p": asked.top_p,
             "truncation": "disabled",
+        }
+        #: Those of a namespace, by the names that a model calls them by: the function's and the namespace's.
+        self._members = {
+            flat_name(namespace, function.name): {"name": function.name, "namespace": namespace}
+            for namespace, function in members_of(asked.tools)
+            if namespace is not None
         }
         self._output: list[dict[str, Any]] = []
         self._open = ""  # the kind of the part whose item is being written; "": none is
@@ -108,8 +115,9 @@ class ResponseForm(Form):
         self._open, self._text = part.kind, ""
         item: dict[str, Any]
         if part.kind == "call":
-            name = {"call_id": f"call_{secrets.token_hex(12)}", "name": part.text, "arguments": ""}
-            item = {"id": f"fc_{secrets.token_hex(12)}", "type": _ITEMS["call"], **name}
+            name = self._members.get(part.text, {"name": part.text})
+            call = {"call_id": f"call_{secrets.token_hex(12)}", **name, "arguments": ""}
+            item = {"id": f"fc_{secrets.token_hex(12)}", "type": _ITEMS["call"], **call}
         elif part.kind == "content":
             item = {"id": f"msg_{secrets.token_hex(12)}", "type": _ITEMS["content"], "role": "assistant", "content": []}
         else:

@@ -16,18 +16,13 @@ from trtllm_dflash.serving.openai.formats import TextFormat
 from trtllm_dflash.serving.openai.json_fields import JsonFields
 from trtllm_dflash.serving.openai.messages import (
     IGNORED_IN_CALL,
-    MOST_TOOLS,
     CalledFunction,
     CalledName,
-    Function,
-    FunctionName,
     ToolCall,
-    ToolKind,
-    ToolWord,
     asked_of,
-    kind_of_choice,
 )
 from trtllm_dflash.serving.openai.requests import GenerationRequest
+from trtllm_dflash.serving.openai.response_tools import ResponseToolChoice, ResponseTools, flat_name
 
 #: Accepted and not acted upon: none of them changes what a reply says.
 IGNORED = frozenset(
@@ -48,13 +43,14 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "background": (False,),
     "conversation": (),
     "context_management": ([],),
-    "include": ([], ["reasoning.encrypted_content"]),  # thinking is not encrypted here, but content of its item
     "max_tool_calls": (),
     "moderation": (),
     "prompt": (),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
+#: What may be included: thinking is not encrypted here, but content of its item, and there are no searches.
+_INCLUDED = {"reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results"}
 _STATE = {
     "store": "responses are not stored here; leave it out, or false",
     "previous_response_id": "responses are not stored here; send the whole conversation as input",
@@ -107,11 +103,16 @@ class InputReasoning(_Item):
 
 
 class InputCall(_Item):
-    """A call that an assistant made."""
+    """A call that an assistant made.
+
+    Attributes:
+        namespace: that the function is of, as replies here have it.
+    """
 
     type: Literal["function_call"]
     call_id: str
     name: CalledName
+    namespace: CalledName | None = None
     arguments: str
 
 
@@ -150,50 +151,6 @@ def _items_of(given: object) -> object:
     return given
 
 
-class _Kind(BaseModel):
-    type: ToolKind
-
-
-class ResponseTool(Function, _Kind):  # the kind is looked at first: of other tools, nothing else is worth telling
-    """A function that the model may call."""
-
-
-class NamedResponseTool(BaseModel):
-    """The function that a reply must call."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    type: ToolKind
-    name: FunctionName
-
-
-class AllowedResponseTool(BaseModel):
-    """A function of those that a reply may call."""
-
-    model_config = ConfigDict(frozen=True, strict=True)  # clients may give the rest of its definition
-
-    type: ToolKind
-    name: FunctionName
-
-
-class AllowedResponseTools(BaseModel):
-    """The functions that a reply may call (`auto`), or of which it must call one (`required`)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedResponseTool], FailFast(), Field(min_length=1, max_length=MOST_TOOLS)]
-
-
-ResponseToolChoice = Annotated[
-    Annotated[ToolWord, Tag("word")]
-    | Annotated[NamedResponseTool, Tag("named")]
-    | Annotated[AllowedResponseTools, Tag("allowed")],
-    Discriminator(kind_of_choice),
-]
-
-
 class Reasoning(BaseModel):
     """The effort to think with. Summaries of thinking are not made."""
 
@@ -217,13 +174,17 @@ class TextConfig(BaseModel):
         return asked_of(values, {"verbosity": ("medium",)}, frozenset(), "text.")
 
 
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
 class ResponsesRequest(GenerationRequest):
     """The body of /v1/responses."""
 
     input: Annotated[list[Item], FailFast(), Field(min_length=1), BeforeValidator(_items_of)]
     instructions: str | None = None
     max_output_tokens: MaxTokens | None = None
-    tools: Annotated[list[ResponseTool], FailFast(), Field(max_length=MOST_TOOLS)] = Field(default_factory=list)
+    tools: ResponseTools = Field(default_factory=list)
     tool_choice: ResponseToolChoice | None = None
     parallel_tool_calls: bool = True
     reasoning: Reasoning = Reasoning()
@@ -235,6 +196,11 @@ class ResponsesRequest(GenerationRequest):
     @classmethod
     def _supported(cls, values: object) -> object:
         asked = asked_of(values, UNSUPPORTED, IGNORED, "")
+        if isinstance(asked, dict) and "include" in asked:
+            included = asked.pop("include")
+            other = next((one for one in included if one not in _INCLUDED), None) if _is_texts(included) else included
+            if other is not None:
+                raise ApiError(400, f"include: {other!r} is not supported", "include", "unsupported_value")
         for name, reason in _STATE.items():
             if isinstance(asked, dict) and asked.pop(name, False) is not False:
                 raise ApiError(400, f"{name}: {reason}", name, "unsupported_value")
@@ -276,7 +242,7 @@ class _Conversation:
             if item.content:
                 self._open("reasoning_content", "content", "tool_calls")["reasoning_content"] = item.content
         elif isinstance(item, InputCall):
-            function = CalledFunction(name=item.name, arguments=item.arguments)
+            function = CalledFunction(name=flat_name(item.namespace, item.name), arguments=item.arguments)
             call = ToolCall(id=item.call_id, function=function).for_template()
             self._open().setdefault("tool_calls", []).append(call)
         elif item.role == "assistant":
