@@ -1,6 +1,7 @@
 """`serve`: an engine behind Triton, until it is interrupted."""
 
 import json
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from trtllm_dflash.serving.endpoints import Endpoints
     from trtllm_dflash.serving.serve import Serving
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.\[\]:_-]+")
+
 #: As Triton takes it.
 MOST_DRAIN_SECONDS = 2**31 // 1000
 
@@ -37,6 +40,13 @@ MOST_DRAIN_SECONDS = 2**31 // 1000
     "--openai-api-key-file",
     type=click.Path(path_type=Path),
     help=f"File with the key that clients of the OpenAI API must send. {VARIABLE} may hold the key instead.",
+)
+@click.option(
+    "--openai-origin",
+    "openai_origins",
+    multiple=True,
+    help="Origin of a web page, as https://chat.example, that may use the OpenAI API from its visitors' browsers; may "
+    "be given several times.  [default: none]",
 )
 @click.option(
     "--expose-triton",
@@ -57,6 +67,7 @@ MOST_DRAIN_SECONDS = 2**31 // 1000
 def serve(
     engine: Path,
     openai_api_key_file: Path | None,
+    openai_origins: tuple[str, ...],
     repository: Path | None,
     log: Path | None,
     drain_seconds: float,
@@ -75,6 +86,7 @@ def serve(
     if repository is not None and fixed:
         raise SettingsError(f"{flag_of(fixed[0])}: --repository has its own settings; give this to deploy")
     key = _read_key(endpoints, openai_api_key_file)
+    _check_origins(endpoints, openai_origins)
     for risk in _risks(endpoints, key):
         click.echo(f"warning: {risk}", err=True)
     if is_heard(signal.SIGHUP):
@@ -92,6 +104,7 @@ def serve(
                         endpoints,
                         repository=repository,
                         api_key=key,
+                        origins=openai_origins,
                         log=log,
                         progress=progress,
                         drain_seconds=drain_seconds,
@@ -127,6 +140,15 @@ def _read_key(endpoints: "Endpoints", file: Path | None) -> str | None:
     if file is not None:
         raise SettingsError("--openai-api-key-file: there is no OpenAI API without --openai-port")
     return None
+
+
+def _check_origins(endpoints: "Endpoints", origins: tuple[str, ...]) -> None:
+    if origins and endpoints.openai_port is None:
+        raise SettingsError("--openai-origin: there is no OpenAI API without --openai-port")
+    for origin in origins:
+        # Each is named: what any page may use, any page that somebody visits uses.
+        if not _ORIGIN.fullmatch(origin):
+            raise SettingsError(f"--openai-origin {origin}: give SCHEME://HOST or SCHEME://HOST:PORT, as browsers do")
 
 
 def _show_endpoints(engine: Path, running: "Serving", as_json: bool) -> None:

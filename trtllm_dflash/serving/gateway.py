@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, SecretStr
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from trtllm_dflash import __version__
@@ -40,6 +41,7 @@ class GatewaySettings(BaseModel):
         metrics_url: Triton's metrics, which `/metrics` hands on to those who have the key; None: there is no such page.
         model_name: the model's name in the API; by default the engine's name.
         api_key: required of clients as `Authorization: Bearer ...`; None lets everyone in.
+        origins: of web pages, as browsers name them, whose scripts may use the API; those of all others may not.
         max_body_bytes: largest body of a request.
         max_prompt_tokens: longest prompt; by default the engine's limit.
         body_timeout: seconds in which a request's body must have come.
@@ -53,6 +55,7 @@ class GatewaySettings(BaseModel):
     metrics_url: str | None = None
     model_name: str | None = Field(None, min_length=1)
     api_key: SecretStr | None = Field(None, min_length=1)
+    origins: tuple[str, ...] = ()
     max_body_bytes: PositiveInt = 4 << 20
     max_prompt_tokens: PositiveInt | None = None
     body_timeout: PositiveFloat = 20.0
@@ -86,6 +89,14 @@ def create_app(settings: GatewaySettings, gate: Gate | None = None) -> FastAPI:
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(Door, api_key=settings.api_key, gate=gate)
+    if settings.origins:  # before the door: a browser asks whether it may without the key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.origins,
+            allow_methods=("GET", "HEAD", "POST"),
+            allow_headers=("*",),
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
     app.add_exception_handler(ApiError, refused)
     app.add_exception_handler(HTTPException, refused)
     app.add_exception_handler(Exception, broken)
@@ -96,12 +107,14 @@ def create_app(settings: GatewaySettings, gate: Gate | None = None) -> FastAPI:
         ("/tokenize", "POST", gateway.tokenize),
         ("/detokenize", "POST", gateway.detokenize),
         ("/v1/models", "GET", gateway.models),
+        ("/v1/models/", "GET", gateway.models),
         ("/v1/models/{name:path}", "GET", gateway.model),
         ("/v1/completions", "POST", gateway.completions),
         ("/v1/chat/completions", "POST", gateway.chat_completions),
         ("/v1/responses", "POST", gateway.responses),
     ):
-        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+        methods = ["GET", "HEAD"] if method == "GET" else [method]
+        app.add_api_route(path, endpoint, methods=methods, response_model=None)
     return app
 
 

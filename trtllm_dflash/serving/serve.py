@@ -4,7 +4,7 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -63,6 +63,7 @@ def serving(
     *,
     repository: Path | None = None,
     api_key: str | None = None,
+    origins: Sequence[str] = (),
     log: Path | None = None,
     progress: Callable[[str, int, int], None] = lambda *_: None,
     drain_seconds: float = DRAIN_SECONDS,
@@ -75,6 +76,7 @@ def serving(
         endpoints: to listen on; with an OpenAI port the gateway runs too.
         repository: one that `deploy` made for this engine, instead of making one.
         api_key: required of the gateway's clients.
+        origins: of web pages that may use the gateway; see `GatewaySettings`.
         log: a file for Triton's log.
         progress: called with the number of models that are ready.
         drain_seconds: that running requests get when the context is left, unless by an EngineError.
@@ -89,7 +91,7 @@ def serving(
     gate = Gate()
     app = None
     if endpoints.openai_port is not None:
-        app = _gateway_app(engine, endpoints, api_key, settings.deadline_seconds, gate)
+        app = _gateway_app(engine, endpoints, api_key, origins, settings.deadline_seconds, gate)
     with ExitStack() as stack:
         if repository is not None:
             _check_repository(repository, engine)
@@ -139,7 +141,9 @@ def _check_repository(repository: Path, engine: Path) -> None:
         )
 
 
-def _gateway_app(engine: Path, endpoints: Endpoints, api_key: str | None, timeout: float, gate: Gate) -> "FastAPI":
+def _gateway_app(
+    engine: Path, endpoints: Endpoints, api_key: str | None, origins: Sequence[str], timeout: float, gate: Gate
+) -> "FastAPI":
     try:
         import uvicorn  # noqa: F401
 
@@ -151,6 +155,7 @@ def _gateway_app(engine: Path, endpoints: Endpoints, api_key: str | None, timeou
         "triton_url": endpoints.grpc,
         "metrics_url": endpoints.metrics,
         "api_key": api_key,
+        "origins": tuple(origins),
         "timeout": timeout,
     }
     return create_app(GatewaySettings.model_validate(values), gate)
