@@ -13,6 +13,7 @@ from trtllm_dflash.text.grammar import Grammars
 from trtllm_dflash.text.reply.call_grammar import call_grammar
 from trtllm_dflash.text.reply.formats import markers_of
 from trtllm_dflash.text.reply.grammar_terms import Callee, form_of
+from trtllm_dflash.text.reply.llama3_form import check_apart
 from trtllm_dflash.text.reply.schema_parts import standing_alone
 
 FORMATS = ["qwen3", "qwen3-coder", "llama3", "gemma4", "minimax-m2", "kimi-k2"]
@@ -41,6 +42,8 @@ SCHEMAS = {
     },
     "now": {"type": "object", "properties": {}, "additionalProperties": False},
 }
+#: As a call of Llama's begins that has no arguments.
+NAMED = {"type": "object", "properties": {"name": {"enum": ["book"]}}, "additionalProperties": False}
 CALLEES = [Callee(name, schema, strict=True) for name, schema in SCHEMAS.items()]
 BOOKED = {"city": "Rome\n<b>", "class": "first", "seats": 3, "stops": [{"at": 1}, {"at": 2}]}
 
@@ -119,17 +122,25 @@ def test_calls_as_templates_write_them_are_allowed_and_others_are_not(chat_forma
         assert ok(f"Hm.\n</think>{blank}{now}", must=True, thinking=True)
 
 
-@pytest.mark.parametrize(("chat_format", "special"), [one for one in ALL if one[0] != "llama3"])
+@pytest.mark.parametrize(("chat_format", "special"), ALL)
 def test_a_reply_that_calls_nothing_may_have_a_form(chat_format, special, vocabulary):
     words = vocabulary(chat_format, special)
     for kind, value, said in (
         ("json_schema", {"properties": {"a": {"type": "integer"}}, "required": ["a"]}, '{"a": 5}'),
+        ("json_schema", NAMED, '{"name": "book"}'),
+        ("json_schema", {"type": "array", "items": {"type": "integer"}}, "[1, 2]"),
         ("json_object", None, '{"a":{}}'),
         ("choice", ["yes", "no"], "no"),
         ("regex", "a/b+", "a/bb"),
     ):
+        if (chat_format, kind) == ("llama3", "json_object"):
+            with pytest.raises(RequestError, match=r'begin with .*"book", "parameters": {, as'):
+                check_apart(kind, form_of(kind, value), SCHEMAS)
+            continue
         how = {"must": True, "special": words.special, "form": form_of(kind, value)}
         source = call_grammar(chat_format, CALLEES, **how)
+        parts = parsed(chat_format, list(said), SCHEMAS, beside_form=list(SCHEMAS))
+        assert (text_of(parts), calls_of(parts)) == (said, [])
         assert words.allows(source, said) and words.allows(source, written(chat_format, "book", BOOKED))
         assert not words.allows(source, "Hello.") and not words.allows(source, said + "!")
         assert not words.allows(source, written(chat_format, "book", {**BOOKED, "seats": 10}))

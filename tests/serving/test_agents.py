@@ -7,6 +7,7 @@ from typing import get_args
 
 import pytest
 from fastapi.testclient import TestClient
+from openai.types.chat import ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 
 from tests.conftest import refusal
@@ -287,6 +288,75 @@ def test_the_end_of_a_response_that_fails_is_one_that_the_official_client_knows(
     events = form.opening(0) + form.added(0, Added([Part("content", "Hi")])) + form.failing(as_api_error(error, "r"))
     *_, last = read_strictly(events)
     assert (last.type, last.response.status) == ("response.failed", "failed")
+
+
+def held_to(schema):
+    """A `response_format`; of objects that have no more keys."""
+    schema = {"type": "object", "required": list(schema), "properties": schema, "additionalProperties": False}
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
+TEXT = {"type": "string"}
+IN_FORM = [
+    (held_to({"a": TEXT}), {"a": "b"}),
+    (held_to({"name": TEXT}), {"name": "double"}),  # alone it would be a call without arguments
+    (held_to({"name": TEXT, "parameters": TEXT}), {"name": "double", "parameters": "b"}),
+    (held_to({"name": {"enum": ["triple"]}, "parameters": {}}), {"name": "triple", "parameters": {}}),
+    (held_to({"parameters": {}, "name": TEXT}), {"parameters": {}, "name": "double"}),
+]
+
+
+@pytest.mark.parametrize(("form", "said"), IN_FORM)
+@pytest.mark.parametrize("stream", [False, True])
+def test_llamas_calls_and_forms_are_told_apart_by_how_they_begin(prepared, words, form, said, stream):
+    llama, call = prepared("llama3"), written("llama3", "double", {"x": 4})
+    calls = f"{call}; {call}"
+    for text, count in ((json.dumps(said), 0), (calls, 2), (json.dumps(said)[:9], 0), (calls[:9], 0)):
+        job = llama.chat(tools=TOOLS, response_format=form, stream=stream)
+        allows = words.allows(form_of(job).value, text)
+        assert allows == (text in (calls, json.dumps(said)))
+        reply = spoken(job, *[text[at : at + 5] for at in range(0, len(text), 5)], "")
+        content, found = read_chat(reply) if stream else read_message(reply["choices"][0]["message"])
+        assert (content, found) == (("", ['{"x": 4}'] * 2) if count else (text, []))
+
+
+def read_message(message):
+    return message["content"] or "", [call["function"]["arguments"] for call in message.get("tool_calls", [])]
+
+
+def read_chat(events):
+    """The content of a stream, and the arguments of its calls."""
+    content, calls = "", []
+    for block in events.decode().split("\n\n"):
+        if block in ("", "data: [DONE]"):
+            continue
+        chunk = ChatCompletionChunk.model_validate_json(block.removeprefix("data: "), strict=True)
+        for choice in chunk.choices:
+            content += choice.delta.content or ""
+            for call in choice.delta.tool_calls or ():
+                calls += [""] * (call.index + 1 - len(calls))
+                calls[call.index] += call.function.arguments
+    return content, calls
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "json_object"},
+        held_to({"name": TEXT, "parameters": {}}),
+        {"type": "json_schema", "json_schema": {"name": "a", "schema": {"properties": {"name": {"enum": ["tell"]}}}}},
+    ],
+)
+def test_a_form_that_may_begin_as_llamas_calls_do_is_refused(prepared, form):
+    error = refused(prepared("llama3").chat, tools=TOOLS, response_format=form)
+    assert error.param == "response_format" and 'must not begin with {"name": "' in str(error)
+    for own in ({"regex": "[{]a"}, {"choice": ["a", "{}"]}):
+        error = refused(prepared("llama3").chat, tools=TOOLS, structured_outputs=own)
+        assert error.param == "structured_outputs" and "must not begin with {" in str(error)
+    flat = form if "json_schema" not in form else {"type": "json_schema", **form["json_schema"]}
+    assert refused(prepared("llama3").response, tools=FLAT, text={"format": flat}).param == "text.format"
+    # A call that must be has no form beside it.
+    assert form_of(prepared("llama3").chat(tools=TOOLS, response_format=form, tool_choice="required"))
 
 
 # -- over HTTP -------------------------------------------------------------------------------------------------------

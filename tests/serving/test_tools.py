@@ -228,7 +228,7 @@ def test_calls_that_must_be_and_are_strict_keep_to_their_schema(server, engine_o
 
 
 @pytest.mark.principal("qwen3")
-@pytest.mark.parametrize("chat_format", [one for one in ASKS if one != "llama3"])
+@pytest.mark.parametrize("chat_format", ASKS)
 def test_what_is_no_call_keeps_to_the_form_that_is_asked_for_beside_tools(server, engine_of, chat_format):
     schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
     form = {"name": "a", "schema": schema}

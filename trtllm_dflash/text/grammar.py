@@ -223,9 +223,7 @@ class Grammars:
             source = value if isinstance(value, str) else json.dumps(value)
         except RecursionError:
             raise RequestError(f"{kind}: it is nested too deeply", FIELD) from None
-        if len(source) > LONGEST:
-            raise RequestError(f"has {len(source)} characters; at most {LONGEST} are taken", FIELD)
-        _check_bounds(kind, source)
+        check_size(kind, source)
         try:
             matcher = self._matcher(kind, value)
         except RecursionError:
@@ -322,8 +320,14 @@ def _hide_specials(tokenizer: dict[str, Any], vocabulary: int) -> dict[str, int]
     return specials
 
 
-def _check_bounds(kind: str, source: str) -> None:
-    """Refuses long texts of patterns, which would take minutes to compile."""
+def check_size(kind: str, source: str) -> None:
+    """Refuses a schema, expression or grammar that is too long, or has long texts of patterns: it would take minutes.
+
+    Raises:
+        RequestError: it is.
+    """
+    if len(source) > LONGEST:
+        raise RequestError(f"has {len(source)} characters; at most {LONGEST} are taken", FIELD)
     written = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), source)
     bounds = [_number(found) for found in _BOUND.findall(written)]
     if bounds and len(_PATTERN.findall(written)) * max(bounds) > _MOST_BOUNDED:

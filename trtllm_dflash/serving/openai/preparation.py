@@ -36,14 +36,15 @@ from trtllm_dflash.session.limits import MOST_BAD_RUNS
 from trtllm_dflash.text.reply.call_grammar import call_grammar
 from trtllm_dflash.text.reply.grammar_terms import Callee, form_of
 from trtllm_dflash.text.reply.harmony_form import harmony_form
+from trtllm_dflash.text.reply.llama3_form import check_apart
 from trtllm_dflash.text.reply.parts import Parser, PlainParser
 from trtllm_dflash.text.token_text import TokenTexts
 from trtllm_dflash.text.tokenizer import TextCodec
 
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat's is what the context leaves
 
-# Formats whose calls no form can stand beside: gpt-oss's have no grammar here, Llama's begin as any JSON does.
-_CALLS_ALONE = ("harmony", "llama3")
+# Formats whose calls no form can stand beside: gpt-oss's have no grammar here.
+_CALLS_ALONE = ("harmony",)
 
 # Keys refused in chat_template_kwargs: the renderer's own arguments, another template among them, and its conversation.
 _RENDERER_ARGUMENTS = {"messages", *inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters}
@@ -116,7 +117,7 @@ class Preparation:
         more["structured"] = self._structured(asked, offer, ids)
         requests = _with_seeds(self._request(asked, ids, limit, request_id, more), asked.n)
         choices = [
-            self._chat_choice(each, self._codec.parser(ids, offer.schemas), offer, index)
+            self._chat_choice(each, self._parser(asked, ids, offer), offer, index)
             for index, each in enumerate(requests)
         ]
         form, form_field = self._form(asked, True, asked.logprobs), "tools" if offer.held else asked.form_field
@@ -133,7 +134,7 @@ class Preparation:
         self._check_structured(asked, ids, offer.functions)
         limit = asked.max_output_tokens or self._config.max_seq_len - len(ids)
         request = self._request(asked, ids, limit, request_id, {"structured": self._structured(asked, offer, ids)})
-        choice = self._chat_choice(request, self._codec.parser(ids, offer.schemas), offer)
+        choice = self._chat_choice(request, self._parser(asked, ids, offer), offer)
         form = ResponseForm(asked, self._name, request.params.temperature)
         return Job((choice,), form, asked.stream, None, "tools" if offer.held else asked.form_field, offer.names)
 
@@ -196,7 +197,10 @@ class Preparation:
         if own is None or not offer.functions or offer.must:
             return self._form_of_calls(offer, ids) or self._form_of_reply(asked)
         try:
-            return self._form_of_calls(replace(offer, must=True, held=True), ids, form_of(own.kind, own.value))
+            form = form_of(own.kind, own.value)
+            if self._codec.chat_format == "llama3":
+                check_apart(own.kind, form, offer.names)
+            return self._form_of_calls(replace(offer, must=True, held=True), ids, form)
         except RequestError as error:
             raise _refusal(error, asked.form_field) from None
 
@@ -291,6 +295,10 @@ class Preparation:
             raise ApiError(400, f"{param}: {error.reason}; {length}", param, "context_length_exceeded") from None
         except RequestError as error:
             raise _refusal(error, param) from None
+
+    def _parser(self, asked: ChatRequest | ResponsesRequest, ids: list[int], offer: Offer) -> Parser:
+        beside_form = () if asked.structured is None or offer.must else offer.names
+        return self._codec.parser(ids, offer.schemas, beside_form)
 
     def _chat_choice(self, request: TokenRequest, parser: Parser, offer: Offer, index: int = 0) -> Choice:
         """Makes a choice. Where its reply is parsed, stop strings are looked for here, in its content alone."""

@@ -8,6 +8,7 @@ from trtllm_dflash.text.reply import gemma4, kimi_k2, minimax_m2, qwen3, qwen3_c
 from trtllm_dflash.text.reply.formats import ChatFormat
 from trtllm_dflash.text.reply.gemma4_grammar import gemma4_call
 from trtllm_dflash.text.reply.grammar_terms import REMARKS, TERMINALS, Callee, Marks, json_value, text, unheld
+from trtllm_dflash.text.reply.llama3_form import opening
 from trtllm_dflash.text.reply.schema_parts import SHARED, standing_alone
 from trtllm_dflash.text.reply.thinking import CLOSING, OPENING
 from trtllm_dflash.text.reply.xml_call import LONGEST_NAME, Tags, types_of
@@ -107,11 +108,11 @@ def _among_text(marks: Marks, opening: str, calls: str, parallel: bool, others: 
 
 def _call(chat_format: ChatFormat, marks: Marks, rule: str, function: Callee) -> list[str]:
     """Writes the rule of a call, behind the marker that opens it."""
-    name = json.dumps(function.name)
     if chat_format == "llama3":
-        return _json_call(rule, function, text(f'{{"name": {name}, "parameters": '), text("}"))
+        return _json_call(rule, function, " ".join(map(text, opening(function.name))), text("}"))
     if chat_format == "qwen3":
-        return _json_call(rule, function, text(f'\n{{"name": {name}, "arguments": '), text("}\n" + qwen3.CLOSING))
+        head = f'\n{{"name": {json.dumps(function.name)}, "arguments": '
+        return _json_call(rule, function, text(head), text("}\n" + qwen3.CLOSING))
     if chat_format == "qwen3-coder":
         return _xml_call(qwen3_coder.TAGS, rule, function, before="\n", after="\n" + qwen3.CLOSING)
     if chat_format == "minimax-m2":

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.text.reply import gemma4, kimi_k2, minimax_m2, qwen3_coder
 from trtllm_dflash.text.reply.llama3 import Llama3Parser, one_call_each
+from trtllm_dflash.text.reply.llama3_form import opening
 from trtllm_dflash.text.reply.parts import PlainParser, TextParser
 from trtllm_dflash.text.reply.qwen3 import Qwen3Parser
 from trtllm_dflash.text.reply.thinking import CLOSING, OPENING, ThinkingParser
@@ -79,20 +80,24 @@ def messages_for(chat_format: ChatFormat | None, template: str, messages: list[d
 
 
 def reply_parser(
-    chat_format: ChatFormat | None, schemas: Mapping[str, Mapping[str, Any]] | None, thinking: bool = False
+    chat_format: ChatFormat | None,
+    schemas: Mapping[str, Mapping[str, Any]] | None,
+    thinking: bool = False,
+    beside_form: Sequence[str] = (),
 ) -> TextParser:
     """Makes a parser of one reply's text.
 
     Args:
         schemas: of the parameters of each function that may be called, by its name; None: no calls are looked for.
         thinking: the prompt ended inside the thinking.
+        beside_form: functions that may be called where a reply has a form unless it is calls, which are held to theirs.
     """
     if chat_format == "gemma4":
         return gemma4.Gemma4Parser(calls=schemas is not None)
     calls: TextParser = PlainParser()
     ends: tuple[str, ...] = ()  # of thinking, besides its own
     if schemas is not None and chat_format == "llama3":
-        calls = Llama3Parser()
+        calls = Llama3Parser(["".join(opening(function)) for function in beside_form])
     elif schemas is not None and chat_format == "qwen3":
         calls = Qwen3Parser()
     elif schemas is not None and chat_format == "qwen3-coder":
