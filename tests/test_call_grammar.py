@@ -202,7 +202,6 @@ def nested(key, times=600):
 @pytest.mark.parametrize(
     ("chat_format", "schema", "says"),
     [
-        ("harmony", {}, "calls of gpt-oss cannot be held to a form yet"),
         (
             "qwen3-coder",
             {"properties": {"a": {"type": "string", "pattern": "b"}}},

@@ -19,7 +19,10 @@ from trtllm_dflash.errors import EngineError, LongPromptError, RequestError
 from trtllm_dflash.runtime.intake import Intake
 from trtllm_dflash.serving.client import Piece, TokenRequest
 from trtllm_dflash.text.grammar import Grammars
+from trtllm_dflash.text.reply.call_grammar import call_grammar
+from trtllm_dflash.text.reply.grammar_terms import Callee, form_of
 from trtllm_dflash.text.reply.harmony_form import harmony_form
+from trtllm_dflash.text.reply.parts import Part
 from trtllm_dflash.text.tokenizer import TextCodec
 
 if find_spec("bpe_openai") is None:
@@ -333,6 +336,40 @@ def test_the_final_channel_alone_is_held_to_a_form(kind, grammars, encoding):
         assert grammar.plan(ids).drafts != ids
 
 
+CITY = {"type": "object", "properties": {"city": {"enum": ["Riga"]}}, "required": ["city"]}
+CALLED = '<|message|>{"city": "Riga"}<|call|>'
+THOUGHT = "<|channel|>analysis<|message|>Which <one>?\n{<|end|><|start|>assistant"
+FINAL = "<|channel|>final<|message|>"
+
+
+@pytest.mark.slow
+def test_calls_and_the_final_channel_beside_them_are_held_to_their_forms(grammars, codec, encoding):
+    calls = [
+        f"{THOUGHT}{THOUGHT} to=functions.weather<|channel|>commentary <|constrain|>json{CALLED}",
+        f" to=functions.weather<|channel|>commentary{CALLED}",
+        f"<|channel|>commentary to=functions.weather <|constrain|>json{CALLED}",
+    ]
+    for call in calls:  # each is read as one
+        parser = codec.parser([], {"weather": CITY})
+        parts = [part for part in parser.read("", tokens(encoding, call)) if part.kind != "thinking"]
+        assert parts[0] == Part("call", "weather") and {part.kind for part in parts[1:]} == {"arguments"}
+        assert "".join(part.text for part in parts[1:]) == '{"city": "Riga"}'
+    wrong = [call.replace("Riga", "Rome") for call in calls] + [call.replace("weather", "news") for call in calls]
+    wrong += ["Hi", f"{THOUGHT}<|return|>", f"<|channel|>analysis to=functions.weather code{CALLED}"]
+    word = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+    said, free = FINAL + "{}<|return|>", FINAL + "So. {<|return|>"
+    callees = [Callee("weather", CITY, strict=True), Callee("weather_tomorrow", CITY, strict=True)]
+    for must, form, more in (
+        (True, None, []),
+        (True, form_of("json_object", None), [said, THOUGHT + said]),
+        (False, None, [said, free, THOUGHT + word + free, word + THOUGHT + word + calls[0]]),
+    ):
+        grammar = grammars.compile("grammar", call_grammar("harmony", callees, must, form=form))
+        for text in [*calls, *more, *wrong, *({said, free, word + calls[0], word + free} - {*more} if must else ())]:
+            ids = tokens(encoding, text)
+            assert (grammar.plan(ids).drafts == ids) == (text in calls + more), text
+
+
 def test_a_grammar_of_ones_own_has_no_place_in_harmony(codec):
     with pytest.raises(RequestError, match="structured: grammar: not where a reply has calls"):
         harmony_form("grammar", "start: /a/")
@@ -414,9 +451,10 @@ def test_the_openai_api_hands_on_harmonys_calls(engine, codec, encoding, monkeyp
         "<|channel|>analysis<|message|>A call.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
         '<|constrain|>json<|message|>{"city": "Zürich"}<|call|>'
     )
-    ids, prompts = tokens(encoding, written), []
+    ids, prompts, forms = tokens(encoding, written), [], []
 
     async def replies(self, request: TokenRequest) -> AsyncIterator[Piece]:
+        forms.append(request.params.structured)
         prompts.append(codec.backend.decode(request.token_ids, skip_special_tokens=False))
         for token in ids[:-1]:
             yield Piece("", 1, [token], 0, 0, [], "")
@@ -434,9 +472,15 @@ def test_the_openai_api_hands_on_harmonys_calls(engine, codec, encoding, monkeyp
         result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
         again = [*asked["messages"], {key: value for key, value in message.items() if value is not None}, result]
         client.post("/v1/chat/completions", json={**asked, "messages": again})
-        refused = client.post("/v1/chat/completions", json={**asked, "tool_choice": "required"})
-        assert refused.status_code == 400
-        assert refused.json()["error"]["message"].startswith("tools: calls of gpt-oss cannot be held")
+        for more, must, form in (
+            ({"tool_choice": "required"}, True, None),
+            ({"response_format": {"type": "json_object"}}, True, form_of("json_object", None)),
+            ({"tools": [{**WEATHER, "function": {**WEATHER["function"], "strict": True}}]}, False, None),
+        ):
+            assert client.post("/v1/chat/completions", json={**asked, **more}).status_code == 200
+            callee = Callee("weather", WEATHER["function"]["parameters"], strict="tools" in more)
+            source = call_grammar("harmony", [callee], must, form=form)
+            assert forms[-1] == Structured(kind="grammar", value=source)
     assert "Reasoning: low" in prompts[0] and "type weather = (_: {" in prompts[0]
     assert prompts[1].endswith(
         "<|start|>assistant<|channel|>analysis<|message|>A call.<|end|><|start|>assistant to=functions.weather"

@@ -43,9 +43,6 @@ from trtllm_dflash.text.tokenizer import TextCodec
 
 _COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; a chat's is what the context leaves
 
-# Formats whose calls no form can stand beside: gpt-oss's have no grammar here.
-_CALLS_ALONE = ("harmony",)
-
 # Keys refused in chat_template_kwargs: the renderer's own arguments, another template among them, and its conversation.
 _RENDERER_ARGUMENTS = {"messages", *inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters}
 
@@ -111,7 +108,7 @@ class Preparation:
         messages = [message.for_template() for message in asked.messages]
         ids = self._conversation(messages, "messages", arguments, offer.functions)
         self._check_effort(asked.reasoning_effort, "reasoning_effort", ids)
-        self._check_structured(asked, ids, offer.functions)
+        self._check_structured(asked, ids)
         limit = asked.max_completion_tokens or asked.max_tokens or self._config.max_seq_len - len(ids)
         more = _choice_values(asked, asked.top_logprobs if asked.logprobs else None)
         more["structured"] = self._structured(asked, offer, ids)
@@ -131,7 +128,7 @@ class Preparation:
         arguments = {**self._effort(asked.reasoning.effort, "reasoning.effort"), **asked.chat_template_kwargs}
         ids = self._conversation(asked.messages(), "input", arguments, offer.functions)
         self._check_effort(asked.reasoning.effort, "reasoning.effort", ids)
-        self._check_structured(asked, ids, offer.functions)
+        self._check_structured(asked, ids)
         limit = asked.max_output_tokens or self._config.max_seq_len - len(ids)
         request = self._request(asked, ids, limit, request_id, {"structured": self._structured(asked, offer, ids)})
         choice = self._chat_choice(request, self._parser(asked, ids, offer), offer)
@@ -229,15 +226,11 @@ class Preparation:
         except RequestError as error:
             raise ApiError(400, f"{param}: {error.reason}", param, "unsupported_value") from None
 
-    def _check_structured(
-        self, asked: ChatRequest | ResponsesRequest, ids: list[int], functions: Sequence[Function]
-    ) -> None:
+    def _check_structured(self, asked: ChatRequest | ResponsesRequest, ids: list[int]) -> None:
         """Refuses a form for a reply of which only a part would be held to it."""
         if asked.structured is None:
             return
         param = asked.form_field
-        if functions and self._codec.chat_format in _CALLS_ALONE:
-            raise ApiError(400, f"{param}: not together with tools in this format", param, "unsupported_value")
         if self._codec.chat_format != "harmony" and self._codec.begins_with_thinking(ids):
             message = f"{param}: the reply would begin with thinking, which a form leaves no room for; turn it off"
             raise ApiError(400, message, param, "unsupported_value")

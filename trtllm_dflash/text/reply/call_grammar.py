@@ -8,6 +8,7 @@ from trtllm_dflash.text.reply import gemma4, kimi_k2, minimax_m2, qwen3, qwen3_c
 from trtllm_dflash.text.reply.formats import ChatFormat
 from trtllm_dflash.text.reply.gemma4_grammar import gemma4_call
 from trtllm_dflash.text.reply.grammar_terms import REMARKS, TERMINALS, Callee, Marks, json_value, text, unheld
+from trtllm_dflash.text.reply.harmony_form import harmony_head, harmony_start
 from trtllm_dflash.text.reply.llama3_form import opening
 from trtllm_dflash.text.reply.schema_parts import SHARED, standing_alone
 from trtllm_dflash.text.reply.thinking import CLOSING, OPENING
@@ -36,13 +37,14 @@ def call_grammar(
         form: of a reply that is no calls, as `grammar_terms.form_of` writes it; None: it has none. With `must` alone.
 
     Raises:
-        RequestError: the format has no grammar here, or cannot hold a function's arguments to its schema.
+        RequestError: the format cannot hold a function's arguments to its schema.
     """
-    if chat_format == "harmony":
-        raise RequestError("calls of gpt-oss cannot be held to a form yet", "tools")
     marks = Marks(special or {})
-    rules = _start(chat_format, marks, must, parallel, thinking)
-    if form is not None:
+    if chat_format == "harmony":  # of which a reply has one call, and its own place for a form
+        rules = harmony_start(must, form)
+    else:
+        rules = _start(chat_format, marks, must, parallel, thinking)
+    if form is not None and chat_format != "harmony":
         rules = [rule.replace("start:", "calls:", 1) if rule.startswith("start:") else rule for rule in rules]
         rules += ["start: calls | form", f"form: {form}"]
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
@@ -110,6 +112,8 @@ def _call(chat_format: ChatFormat, marks: Marks, rule: str, function: Callee) ->
     """Writes the rule of a call, behind the marker that opens it."""
     if chat_format == "llama3":
         return _json_call(rule, function, " ".join(map(text, opening(function.name))), text("}"))
+    if chat_format == "harmony":
+        return _json_call(rule, function, harmony_head(function.name), "")
     if chat_format == "qwen3":
         head = f'\n{{"name": {json.dumps(function.name)}, "arguments": '
         return _json_call(rule, function, text(head), text("}\n" + qwen3.CLOSING))
