@@ -481,6 +481,13 @@ def test_the_openai_api_hands_on_harmonys_calls(engine, codec, encoding, monkeyp
             callee = Callee("weather", WEATHER["function"]["parameters"], strict="tools" in more)
             source = call_grammar("harmony", [callee], must, form=form)
             assert forms[-1] == Structured(kind="grammar", value=source)
+        for path, param, more in (
+            ("chat/completions", "reasoning_effort", {"reasoning_effort": "minimal"}),
+            ("responses", "reasoning.effort", {"reasoning": {"effort": "none"}}),
+        ):
+            body = {"model": "gpt-oss", "input": "a"} | more if path == "responses" else asked | more
+            error = client.post(f"/v1/{path}", json=body).json()["error"]
+            assert error["param"] == param and "is none of low, medium, high" in error["message"]
     assert "Reasoning: low" in prompts[0] and "type weather = (_: {" in prompts[0]
     assert prompts[1].endswith(
         "<|start|>assistant<|channel|>analysis<|message|>A call.<|end|><|start|>assistant to=functions.weather"

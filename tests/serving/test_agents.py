@@ -195,6 +195,57 @@ def test_what_agents_say_of_functions_besides_changes_nothing(prepared):
     assert refused(prepared("qwen3").response, tools=[SEARCH], tool_choice="required").param == "tool_choice"
 
 
+# -- fields ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("effort", ["none", "minimal", "low", "medium", "high", "xhigh", "max"])
+def test_each_effort_of_openais_thinks_or_not(prepared, effort):
+    qwen = prepared("qwen3")
+    for job in (qwen.chat(reasoning_effort=effort), qwen.response(reasoning={"effort": effort})):
+        assert qwen.prompt(job).endswith("<think>\n") == (effort != "none")
+
+
+#: What agents send that a reply is the same with.
+HARMLESS: dict[str, object] = {"service_tier": "auto", "metadata": {"a": "b"}, "prompt_cache_key": "a", "user": "u"}
+HARMLESS |= {"safety_identifier": "a", "prompt_cache_retention": "24h", "parallel_tool_calls": True, "seed": 5}
+
+
+@pytest.mark.parametrize(
+    ("path", "harmless"),
+    [
+        ("chat", {"store": True, "verbosity": "medium", "max_completion_tokens": 5, "stop": ["a", "b"], "n": 2}),
+        ("chat", {"store": False, "stream": True, "stream_options": {"include_usage": True}, "logprobs": True}),
+        ("response", {"store": False, "text": {"verbosity": "medium"}, "max_output_tokens": 5, "stop": ["a"]}),
+        ("response", {"stream": True, "stream_options": {"include_obfuscation": False}, "include": []}),
+    ],
+)
+def test_what_agents_say_besides_is_taken(prepared, path, harmless):
+    ask = getattr(prepared("qwen3"), path)
+    assert prepared("qwen3").prompt(ask(**HARMLESS, **harmless)) == prepared("qwen3").prompt(ask())
+
+
+@pytest.mark.parametrize(
+    ("path", "says", "more"),
+    [
+        ("chat", 'verbosity: not supported; leave it out, or at "medium"', {"verbosity": "low"}),
+        ("chat", "reasoning_effort: Input should be 'none', 'minimal',", {"reasoning_effort": "lots"}),
+        ("chat", "stream_options: only with stream: true", {"stream_options": {"include_usage": True}}),
+        ("chat", "web_search_options: not supported; leave it out", {"web_search_options": {}}),
+        ("response", "store: responses are not stored here; leave it out, or false", {"store": True}),
+        ("response", 'text.verbosity: not supported; leave it out, or at "medium"', {"text": {"verbosity": "high"}}),
+        ("response", "reasoning.effort: Input should be 'none', 'minimal',", {"reasoning": {"effort": "lots"}}),
+        ("response", 'truncation: not supported; leave it out, or at "disabled"', {"truncation": "auto"}),
+        ("response", "include: 'file_search_call.results' is not", {"include": ["file_search_call.results"]}),
+        ("response", "tool_choice.type: only functions are taken, not 'mcp'", {"tool_choice": {"type": "mcp"}}),
+        ("response", "input.0: only items of type message, reason", {"input": [{"type": "custom_tool_call"}]}),
+        ("response", "input.0: items are not stored here", {"input": [{"type": "item_reference", "id": "a"}]}),
+    ],
+)
+def test_what_is_not_done_is_refused_in_a_line_that_says_what_is(prepared, path, says, more):
+    error = str(refused(getattr(prepared("qwen3"), path), **more))
+    assert error.startswith(says) and "\n" not in error
+
+
 # -- replies ---------------------------------------------------------------------------------------------------------
 
 

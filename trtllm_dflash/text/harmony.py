@@ -47,6 +47,8 @@ _VOCABULARY_FILE = "o200k_base.tiktoken"
 _VOCABULARY_FOLDER = "TIKTOKEN_ENCODINGS_BASE"  # where the library looks for it
 #: What the system message takes, as a chat template takes variables.
 ARGUMENTS = ("reasoning_effort", "model_identity", "conversation_start_date")
+#: The efforts that it has words for.
+EFFORTS = ("low", "medium", "high")
 _FINAL, _ANALYSIS, _COMMENTARY = "final", "analysis", "commentary"
 _FUNCTIONS = "functions."  # before a function's name
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -255,11 +257,10 @@ def _system(arguments: Mapping[str, Any]) -> SystemContent:
     unknown = sorted(set(arguments) - set(ARGUMENTS))
     if unknown:
         raise RequestError(f"chat argument {unknown[0]!r} is not known to Harmony; known: {', '.join(ARGUMENTS)}")
-    effort = str(arguments.get("reasoning_effort", "medium")).capitalize()
-    levels = [level.value for level in ReasoningEffort]
-    if effort not in levels:
+    effort = str(arguments.get("reasoning_effort", "medium")).lower()
+    if effort not in EFFORTS:
         raise RequestError(f"reasoning_effort {arguments['reasoning_effort']!r}: choose low, medium or high")
-    content = SystemContent.new().with_reasoning_effort(ReasoningEffort(effort))
+    content = SystemContent.new().with_reasoning_effort(ReasoningEffort(effort.capitalize()))
     if "model_identity" in arguments:
         content = content.with_model_identity(str(arguments["model_identity"]))
     return content.with_conversation_start_date(str(arguments.get("conversation_start_date", date.today())))

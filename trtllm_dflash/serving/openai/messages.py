@@ -54,7 +54,9 @@ def asked_of(
         if not any(
             value == nothing and isinstance(value, bool) == isinstance(nothing, bool) for nothing in unsupported[name]
         ):
-            raise ApiError(400, f"{prefix}{name}: this value is not supported", prefix + name, "unsupported_value")
+            only = "".join(f", or at {json.dumps(nothing)}" for nothing in unsupported[name])
+            message = f"{prefix}{name}: not supported; leave it out{only}"
+            raise ApiError(400, message, prefix + name, "unsupported_value")
     return asked
 
 

@@ -33,6 +33,7 @@ from trtllm_dflash.serving.openai.response_tools import functions_of
 from trtllm_dflash.serving.openai.responses import ResponsesRequest
 from trtllm_dflash.serving.parameters import LONGEST_STOP, MOST_STOPS
 from trtllm_dflash.session.limits import MOST_BAD_RUNS
+from trtllm_dflash.text.harmony import EFFORTS
 from trtllm_dflash.text.reply.call_grammar import call_grammar
 from trtllm_dflash.text.reply.grammar_terms import Callee, form_of
 from trtllm_dflash.text.reply.harmony_form import harmony_form
@@ -240,6 +241,9 @@ class Preparation:
         variables = self._codec.chat_variables
         if effort is None:
             return {}
+        if self._codec.chat_format == "harmony" and effort not in EFFORTS:
+            message = f"{param}: {effort} is none of {', '.join(EFFORTS)}, which this engine's model knows"
+            raise ApiError(400, message, param, "unsupported_value")
         if "reasoning_effort" in variables:
             return {"reasoning_effort": effort}
         for variable in ("enable_thinking", "thinking"):

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -129,6 +129,10 @@ _AnyTopK = Annotated[TopK, BeforeValidator(lambda count: 0 if count == -1 else c
 
 def _stop_list(stop: object) -> object:
     return [stop] if isinstance(stop, str) else stop
+
+
+#: OpenAI's words; which of them a model knows is its chat template's matter.
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(BaseModel):
@@ -305,7 +309,7 @@ class ChatRequest(CommonRequest):
     tools: Tools = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Effort | None = None
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

@@ -21,7 +21,7 @@ from trtllm_dflash.serving.openai.messages import (
     ToolCall,
     asked_of,
 )
-from trtllm_dflash.serving.openai.requests import GenerationRequest
+from trtllm_dflash.serving.openai.requests import Effort, GenerationRequest
 from trtllm_dflash.serving.openai.response_tools import ResponseToolChoice, ResponseTools, flat_name
 
 #: Accepted and not acted upon: none of them changes what a reply says.
@@ -133,21 +133,22 @@ Item = Annotated[
     | Annotated[InputReasoning, Tag("reasoning")]
     | Annotated[InputCall, Tag("function_call")]
     | Annotated[InputResult, Tag("function_call_output")],
-    Discriminator(
-        _kind,
-        custom_error_type="item",
-        custom_error_message="only items of type message, reasoning, function_call and function_call_output are taken",
-    ),
+    Discriminator(_kind),
 ]
+_ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 
 
 def _items_of(given: object) -> object:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     for at, item in enumerate(given if isinstance(given, list) else ()):
-        if isinstance(item, dict) and item.get("type") == "item_reference":
-            message = f"input.{at}: items are not stored here; send the item itself, as clients do with store: false"
-            raise ApiError(400, message, f"input.{at}", "unsupported_value")
+        kind = _kind(item)
+        if not isinstance(kind, str) or kind in _ITEMS:
+            continue
+        message = f"only items of type {', '.join(_ITEMS)} are taken, not {kind[:64]!r}"
+        if kind == "item_reference":
+            message = "items are not stored here; send the item itself, as clients do with store: false"
+        raise ApiError(400, f"input.{at}: {message}", f"input.{at}", "unsupported_value")
     return given
 
 
@@ -156,7 +157,7 @@ class Reasoning(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    effort: str | None = None
+    effort: Effort | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
