@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 from fastapi.testclient import TestClient
-from openai.types.chat import ChatCompletionChunk
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 
 from tests.conftest import refusal
@@ -17,6 +17,7 @@ from tests.test_reply_parsers import written
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import DeadlineError, QueueFullError
 from trtllm_dflash.runtime.intake import Intake
+from trtllm_dflash.runtime.request import TokenLogprobs
 from trtllm_dflash.serving.client import Piece
 from trtllm_dflash.serving.gateway import GatewaySettings, create_app
 from trtllm_dflash.serving.openai.errors import ApiError, as_api_error
@@ -254,7 +255,8 @@ def spoken(job, *texts, reason="stop"):
 
     async def pieces(self, request):
         for at, text in enumerate(texts, start=1):
-            yield Piece(text, 1, [], 0, 0, [], reason if at == len(texts) else "")
+            scored = [] if request.params.logprobs is None else [TokenLogprobs(-0.5, ((7, -0.5), (8, -1.5)))]
+            yield Piece(text, 1, [7], 0, 0, [], reason if at == len(texts) else "", logprobs=scored)
 
     triton = type("Triton", (), {"stream": pieces, "room": room, "finish": finish})()
 
@@ -408,6 +410,46 @@ def test_a_form_that_may_begin_as_llamas_calls_do_is_refused(prepared, form):
     assert refused(prepared("llama3").response, tools=FLAT, text={"format": flat}).param == "text.format"
     # A call that must be has no form beside it.
     assert form_of(prepared("llama3").chat(tools=TOOLS, response_format=form, tool_choice="required"))
+
+
+#: Of a chat's stream, what makes chunks of other forms.
+STREAMED: list[dict] = [
+    {"stream_options": {"include_usage": True}},
+    {"stream_options": {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}},
+    {"logprobs": True, "top_logprobs": 2},
+    {"n": 2, "stream_options": {"include_usage": True}},
+    {"parallel_tool_calls": False, "reasoning_effort": "none"},
+]
+
+
+@pytest.mark.parametrize("asked", STREAMED)
+def test_every_chunk_of_a_chat_is_one_that_the_official_client_knows(prepared, asked):
+    two = "\n".join(written("qwen3", "add", {"x": 1, "y": 2}) for _ in range(2))
+    said = ["<think>Hm.</think>\n\nI ad", "d.\n", two[:40], two[40:], ""]
+    ask = prepared("qwen3").chat
+    events = spoken(ask(tools=TOOLS, stream=True, **asked), *said).decode().split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    read = [ChatCompletionChunk.model_validate_json(one.removeprefix("data: "), strict=True) for one in events[:-2]]
+    counted = asked.get("stream_options", {})
+    last = [chunk for chunk in read if not chunk.choices]
+    assert [chunk.usage.completion_tokens for chunk in last] == [5 * asked.get("n", 1)] * bool(counted)
+    *most, _ = read
+    assert all((chunk.usage is not None) == ("continuous_usage_stats" in counted) for chunk in most[1:])
+    whole = spoken(ask(tools=TOOLS, **{name: asked[name] for name in asked if name != "stream_options"}), *said)
+    completion = ChatCompletion.model_validate_json(json.dumps(whole), strict=True)
+    for choice in completion.choices:
+        chunks = [one for chunk in read for one in chunk.choices if one.index == choice.index]
+        assert [one.delta.role for one in chunks if one.delta.role] == ["assistant"]
+        assert "".join(one.delta.content or "" for one in chunks) == choice.message.content == "I add."
+        calls = [call for one in chunks for call in one.delta.tool_calls or ()]
+        names = [call.function.name for call in calls if call.function.name]
+        assert names == [call.function.name for call in choice.message.tool_calls]
+        assert len(names) == (1 if asked.get("parallel_tool_calls") is False else 2)
+        assert [one.finish_reason for one in chunks if one.finish_reason] == [choice.finish_reason] == ["tool_calls"]
+        scored = [token for one in chunks if one.logprobs for token in one.logprobs.content]
+        # All tokens but the one that ends the reply, those of calls and of thinking among them.
+        assert scored == (choice.logprobs.content if "logprobs" in asked else [])
+        assert len(scored) == (5 if "logprobs" in asked else 0)
 
 
 # -- over HTTP -------------------------------------------------------------------------------------------------------

@@ -91,7 +91,8 @@ class Choice:
         if piece.prompt_logprobs or alone:
             first, *others = self.request.token_ids
             self._scored_prompt = [Scored(first, None), *map(Scored, others, piece.prompt_logprobs)]
-        return Added(shown, self._scored(piece), self.usage)
+        # As they are now: a choice of several is read ahead of its client.
+        return Added(shown, self._scored(piece), replace(self.usage), self.reason)
 
     def _portions(self, piece: Piece) -> Iterator[tuple[str, list[int], bool]]:
         """Yields a piece's text and tokens, and whether they are the reply's last: whole, or token by token."""
@@ -190,9 +191,9 @@ class Job:
                     events = b"" if choice.index in begun else self.form.opening(choice.index)
                     begun.add(choice.index)
                     events += self.form.added(choice.index, added)
-                    if choice.reason and choice.index not in ended:
+                    if added.reason and choice.index not in ended:
                         ended.add(choice.index)
-                        events += self.form.ending(choice.index, choice.reason)
+                        events += self.form.ending(choice.index, added.reason)
                         if len(ended) == len(self.choices):
                             events += self.form.closing(self._usage())
                     if events:

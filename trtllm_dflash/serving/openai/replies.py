@@ -74,11 +74,13 @@ class Added:
     Attributes:
         scored: the new tokens, where log-probabilities are asked for.
         usage: of its choice so far.
+        reason: why its choice ends with it; "": it does not.
     """
 
     parts: list[Part]
     scored: list[Scored] = field(default_factory=list)
     usage: Usage | None = None
+    reason: str = ""
 
 
 @dataclass
