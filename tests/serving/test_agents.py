@@ -6,11 +6,9 @@ import shutil
 from typing import get_args
 
 import pytest
-from fastapi.testclient import TestClient
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response, ResponseStreamEvent
 
-from tests.conftest import refusal
 from tests.serving.test_tools import ASKED, ASKS, TEMPLATE, TOOLS, UNTHINKING
 from tests.test_call_grammar import Vocabulary
 from tests.test_reply_parsers import written
@@ -19,7 +17,6 @@ from trtllm_dflash.errors import DeadlineError, QueueFullError
 from trtllm_dflash.runtime.intake import Intake
 from trtllm_dflash.runtime.request import TokenLogprobs
 from trtllm_dflash.serving.client import Piece
-from trtllm_dflash.serving.gateway import GatewaySettings, create_app
 from trtllm_dflash.serving.openai.errors import ApiError, as_api_error
 from trtllm_dflash.serving.openai.preparation import Preparation
 from trtllm_dflash.serving.openai.replies import Added
@@ -450,61 +447,3 @@ def test_every_chunk_of_a_chat_is_one_that_the_official_client_knows(prepared, a
         # All tokens but the one that ends the reply, those of calls and of thinking among them.
         assert scored == (choice.logprobs.content if "logprobs" in asked else [])
         assert len(scored) == (5 if "logprobs" in asked else 0)
-
-
-# -- over HTTP -------------------------------------------------------------------------------------------------------
-
-PAGE = "https://chat.example"
-#: What a browser asks before the official client posts from a page.
-PREFLIGHT = {
-    "Access-Control-Request-Method": "POST",
-    "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
-}
-
-
-@pytest.fixture(scope="module")
-def ports(tiny_engine):
-    """Clients of two gateways, whose Triton is not there: of one that a page may use, and of one that none may."""
-    settings = {"engine": tiny_engine, "triton_url": "127.0.0.1:1", "api_key": "sesame", "model_name": "maker/tiny"}
-    apps = [create_app(GatewaySettings(**settings, **more)) for more in ({"origins": [PAGE]}, {})]
-    with TestClient(apps[0]) as open_to_page, TestClient(apps[1]) as closed:
-        for one in (open_to_page, closed):
-            one.headers["Authorization"] = "Bearer sesame"
-        yield open_to_page, closed
-
-
-def test_a_page_that_is_named_may_use_the_api_and_no_other(ports):
-    open_to_page, closed = ports
-    for path in ("/v1/chat/completions", "/v1/responses", "/v1/models"):
-        asked = open_to_page.options(path, headers={**PREFLIGHT, "Origin": PAGE, "Authorization": ""})
-        assert (asked.status_code, asked.headers["access-control-allow-origin"]) == (200, PAGE)
-        assert PREFLIGHT["Access-Control-Request-Headers"] in asked.headers["access-control-allow-headers"]
-    # What it then sends needs the key all the same, and tells the page why it is refused.
-    for key, status in (("", 401), ("Bearer sesame", 400)):
-        sent = open_to_page.post("/v1/responses", json={}, headers={"Origin": PAGE, "Authorization": key})
-        assert (sent.status_code, sent.headers["access-control-allow-origin"]) == (status, PAGE)
-        assert "X-Request-Id" in sent.headers["access-control-expose-headers"]
-    for client, origin in ((open_to_page, "https://other.example"), (open_to_page, "null"), (closed, PAGE)):
-        asked = client.options("/v1/responses", headers={**PREFLIGHT, "Origin": origin})
-        assert asked.status_code in (400, 405)
-        for reply in (asked, client.get("/v1/models", headers={"Origin": origin})):
-            assert "access-control-allow-origin" not in reply.headers
-
-
-def test_models_are_found_however_a_client_writes_their_address(ports):
-    _, client = ports
-    assert client.get("/v1/models/").json() == client.get("/v1/models").json()
-    for path in ("maker/tiny", "maker%2Ftiny"):
-        assert client.get(f"/v1/models/{path}").json()["id"] == "maker/tiny"
-    assert client.get("/v1/models/tiny").status_code == 404
-    for path in ("/v1/models", "/v1/models/", "/v1/models/maker/tiny", "/version"):
-        head, whole = client.head(path), client.get(path)
-        assert (head.status_code, head.headers["content-length"]) == (200, whole.headers["content-length"])
-    assert (client.head("/health").status_code, client.head("/v1/responses").status_code) == (503, 405)
-
-
-def test_an_origin_is_one_page_s():
-    serve = ("serve", "--engine", "nowhere", "--openai-origin")
-    for wrong in ("*", "chat.example", "https://chat.example/", "https://*.example", "null"):
-        assert refusal(*serve, wrong, "--openai-port", 0).startswith(f"error: --openai-origin {wrong}: give SCHEME://")
-    assert "no OpenAI API without --openai-port" in refusal(*serve, PAGE)
