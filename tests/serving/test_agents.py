@@ -247,13 +247,14 @@ def test_what_is_not_done_is_refused_in_a_line_that_says_what_is(prepared, path,
 # -- replies ---------------------------------------------------------------------------------------------------------
 
 
-def spoken(job, *texts, reason="stop"):
-    """What an engine's texts make of a job: its events, and the whole reply."""
+def spoken(job, *texts, reason="stop", ids_of=lambda text: [7]):
+    """What an engine's texts, of these tokens, make of a job: its events, and the whole reply."""
 
     async def pieces(self, request):
         for at, text in enumerate(texts, start=1):
             scored = [] if request.params.logprobs is None else [TokenLogprobs(-0.5, ((7, -0.5), (8, -1.5)))]
-            yield Piece(text, 1, [7], 0, 0, [], reason if at == len(texts) else "", logprobs=scored)
+            ids = ids_of(text)
+            yield Piece(text, len(ids), ids, 0, 0, [], reason if at == len(texts) else "", logprobs=scored)
 
     triton = type("Triton", (), {"stream": pieces, "room": room, "finish": finish})()
 
@@ -424,7 +425,9 @@ def test_every_chunk_of_a_chat_is_one_that_the_official_client_knows(prepared, a
     two = "\n".join(written("qwen3", "add", {"x": 1, "y": 2}) for _ in range(2))
     said = ["<think>Hm.</think>\n\nI ad", "d.\n", two[:40], two[40:], ""]
     ask = prepared("qwen3").chat
-    events = spoken(ask(tools=TOOLS, stream=True, **asked), *said).decode().split("\n\n")
+    # What ends behind its one call is told by its tokens, and not by the texts that they came with.
+    ids = {"ids_of": prepared("qwen3").codec.encode_words} if asked.get("parallel_tool_calls") is False else {}
+    events = spoken(ask(tools=TOOLS, stream=True, **asked), *said, **ids).decode().split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
     read = [ChatCompletionChunk.model_validate_json(one.removeprefix("data: "), strict=True) for one in events[:-2]]
     counted = asked.get("stream_options", {})
@@ -432,7 +435,7 @@ def test_every_chunk_of_a_chat_is_one_that_the_official_client_knows(prepared, a
     assert [chunk.usage.completion_tokens for chunk in last] == [5 * asked.get("n", 1)] * bool(counted)
     *most, _ = read
     assert all((chunk.usage is not None) == ("continuous_usage_stats" in counted) for chunk in most[1:])
-    whole = spoken(ask(tools=TOOLS, **{name: asked[name] for name in asked if name != "stream_options"}), *said)
+    whole = spoken(ask(tools=TOOLS, **{name: asked[name] for name in asked if name != "stream_options"}), *said, **ids)
     completion = ChatCompletion.model_validate_json(json.dumps(whole), strict=True)
     for choice in completion.choices:
         chunks = [one for chunk in read for one in chunk.choices if one.index == choice.index]
