@@ -14,7 +14,8 @@ from pathlib import Path
 from tests.processes import start
 from tests.waiting import PATIENCE, wait_until
 
-SERVE = [sys.executable, "-m", "trtllm_dflash", "serve", "--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
+ANY_PORTS = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+SERVE = [sys.executable, "-m", "trtllm_dflash", "serve", *ANY_PORTS]
 #: On the CPU, always drafting the whole block: what `auto` chooses from is first measured, for seconds.
 WHOLE_BLOCK = ["--device", "cpu", "--draft-length", 15]
 SHARED_MEMORY = Path("/dev/shm")

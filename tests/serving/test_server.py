@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import urlsplit
@@ -19,7 +20,7 @@ import pytest
 from tests.conftest import build_tiny, refusal
 from tests.processes import start
 from tests.serving.conftest import ANYWHERE
-from tests.serving.runs import serve
+from tests.serving.runs import ANY_PORTS, serve
 from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash import SamplingParams
 from trtllm_dflash.errors import EngineError, SettingsError
@@ -82,6 +83,11 @@ def reachable(address: str, url: str) -> bool:
     """Whether the endpoint's port answers at another address of this machine."""
     with socket.socket() as client:
         return client.connect_ex((address, urlsplit(url if "//" in url else f"//{url}").port)) == 0
+
+
+def refused(*flags: object) -> str:
+    """What `serve` says that does not start; its ports are any free ones, but for those among the flags."""
+    return refusal("serve", *ANY_PORTS, *flags)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +154,7 @@ def test_a_repository_whose_path_a_shell_would_read_otherwise_is_served(served_e
 
 def test_a_temporary_folder_that_a_shell_would_read_otherwise_is_refused(served_engine, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "a b"))
-    assert "TMPDIR" in refusal("serve", "--engine", served_engine)
+    assert "TMPDIR" in refused("--engine", served_engine)
 
 
 def test_a_truncated_engine_is_one_line_with_the_engines_own_error(triton, served_engine, tmp_path):
@@ -180,7 +186,7 @@ def test_a_port_in_use_is_named_with_its_flag(quick, served_engine):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for flag in ("http", "grpc", "metrics", "openai"):
-            line = refusal("serve", *quick, f"--{flag}-port", port)
+            line = refused(*quick, f"--{flag}-port", port)
             assert line == f"error: port {port} is taken (--{flag}-port)"
 
 
@@ -188,30 +194,30 @@ def test_ports_and_hosts_that_cannot_be_are_refused():
     with pytest.raises(SettingsError, match=r"port 9 is given twice \(--http-port, --openai-port\)"):
         Endpoints(http_port=9, openai_port=9).chosen()
     with pytest.raises(SettingsError, match=r"--host 192\.0\.2\.1: not an address of this machine"):
-        Endpoints(host="192.0.2.1", openai_port=0).chosen()
+        replace(ANYWHERE, host="192.0.2.1", openai_port=0).chosen()
     with pytest.raises(SettingsError, match=r"--host nowhere\.invalid: not an IPv4 address"):
-        Endpoints(host="nowhere.invalid").chosen()
+        replace(ANYWHERE, host="nowhere.invalid").chosen()
     with pytest.raises(SettingsError, match=r"--host: is empty"):
-        Endpoints(host="", openai_port=0).chosen()
+        replace(ANYWHERE, host="", openai_port=0).chosen()
     with pytest.raises(SettingsError, match=r"--host 0\.0\.0\.0: nothing would listen there; give it --openai-port"):
-        Endpoints(host="0.0.0.0").chosen()
+        replace(ANYWHERE, host="0.0.0.0").chosen()
     with pytest.raises(SettingsError, match=r"--expose-triton: only this machine reaches --host 127\.0\.0\.1"):
-        Endpoints(expose_triton=True).chosen()
+        replace(ANYWHERE, expose_triton=True).chosen()
 
 
 def test_ports_of_which_any_will_do_are_free_ones_that_no_outgoing_connection_gets(monkeypatch):
-    at = Endpoints(http_port=0, grpc_port=0, metrics_port=0).chosen()
+    at = ANYWHERE.chosen()
     ports = {at.http_port, at.grpc_port, at.metrics_port}
     assert len(ports) == 3 and all(20_000 <= port < 32_768 for port in ports)
     monkeypatch.setattr("trtllm_dflash.serving.endpoints._TRIES", 3)
     monkeypatch.setattr("trtllm_dflash.serving.endpoints._ANY", sorted(ports))
     for _ in range(20):  # it is chance that would choose one twice
-        at = Endpoints(http_port=0, grpc_port=0, metrics_port=0).chosen()
+        at = ANYWHERE.chosen()
         assert {at.http_port, at.grpc_port, at.metrics_port} == ports
     monkeypatch.setattr("trtllm_dflash.serving.endpoints._TRIES", 1)
     monkeypatch.setattr("trtllm_dflash.serving.endpoints._ANY", [at.http_port])
     with socket.create_server(("127.0.0.1", at.http_port)):
-        assert Endpoints(http_port=0).chosen().http_port != at.http_port
+        assert replace(at, http_port=0).chosen().http_port != at.http_port
 
 
 TRITONS = ("http", "grpc", "metrics")
@@ -245,20 +251,20 @@ def test_triton_listens_at_the_host_where_it_is_exposed_with_one_line_of_the_ris
 
 
 def test_what_cannot_be_served_is_refused_before_triton_starts(quick, served_engine, tmp_path):
-    assert "/nowhere: not an engine directory" in refusal("serve", "--engine", "/nowhere")
-    assert "--repository" in refusal("serve", "--engine", served_engine, "--repository", tmp_path / "none")
-    assert "holds no model" in refusal("serve", "--engine", served_engine, "--repository", served_engine)
+    assert "/nowhere: not an engine directory" in refused("--engine", "/nowhere")
+    assert "--repository" in refused("--engine", served_engine, "--repository", tmp_path / "none")
+    assert "holds no model" in refused("--engine", served_engine, "--repository", served_engine)
     of_another = tmp_path / "repository"
     deploy(build_tiny(tmp_path / "another"), of_another)
-    assert "it is not for --engine" in refusal("serve", "--engine", served_engine, "--repository", of_another)
-    assert "--max-queue: --repository has its own" in refusal("serve", *quick, "--max-queue", 3)
+    assert "it is not for --engine" in refused("--engine", served_engine, "--repository", of_another)
+    assert "--max-queue: --repository has its own" in refused(*quick, "--max-queue", 3)
     for seconds in ("nan", "inf", "3e9", "-1"):
-        assert f"--drain-seconds {float(seconds):g}: must be" in refusal("serve", *quick, "--drain-seconds", seconds)
-    assert "without --openai-port" in refusal("serve", *quick, "--openai-api-key-file", tmp_path / "key")
+        assert f"--drain-seconds {float(seconds):g}: must be" in refused(*quick, "--drain-seconds", seconds)
+    assert "without --openai-port" in refused(*quick, "--openai-api-key-file", tmp_path / "key")
     (tmp_path / "key").write_text("\n")
-    assert "is empty" in refusal("serve", *quick, "--openai-port", 0, "--openai-api-key-file", tmp_path / "key")
-    assert "--log" in refusal("serve", *quick, "--log", tmp_path / "none" / "log")
-    assert "--unary: the OpenAI API" in refusal("serve", "--engine", served_engine, "--unary", "--openai-port", 0)
+    assert "is empty" in refused(*quick, "--openai-port", 0, "--openai-api-key-file", tmp_path / "key")
+    assert "--log" in refused(*quick, "--log", tmp_path / "none" / "log")
+    assert "--unary: the OpenAI API" in refused("--engine", served_engine, "--unary", "--openai-port", 0)
 
 
 def test_a_log_file_is_added_to_and_kept(echo, tmp_path, triton):
