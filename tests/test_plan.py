@@ -454,7 +454,7 @@ def test_without_a_gpu_all_are_compared():
     assert {plan.gpu for plan in found.plans} | found.refused.keys() == GPUS.keys()
 
 
-@pytest.mark.parametrize("more", [(), ("--at", "10", "--acceptance", 5)], ids=["plan", "speeds"])
+@pytest.mark.parametrize("more", [(), ("--at", "10", "--acceptance", 5, "--tp", 1)], ids=["plan", "speeds"])
 def test_a_comparison_says_of_which_gpus_a_note_is(more):
     command = ("build", "--plan", "--model", "gpt-oss-20b", *more)
     plans = json.loads(succeeds(*command, "--json"))["plans"]
