@@ -42,6 +42,18 @@ __device__ __forceinline__ void clear_padding(delta::Place<T, kSize, kBlockValue
     }
 }
 
+// Where the state of a segment's slot stands: asked for beside the segment's own load, not behind it, if that is the
+// slot that was guessed.
+__device__ __forceinline__ int load_length(dflash_delta_net_params const& p, int4 segment, int guess)
+{
+    int length = p.lengths[guess];
+    if (segment.x != guess && segment.w > 0)
+    {
+        length = p.lengths[segment.x];
+    }
+    return length;
+}
+
 // One cluster a value head and segment, of which it takes the rows that stay pending.
 template <typename T, int kSize, int kBlockValues>
 __global__ void __cluster_dims__(delta::Division<T, kSize, kBlockValues>::kSplits, 1, 1)
@@ -54,7 +66,7 @@ __global__ void __cluster_dims__(delta::Division<T, kSize, kBlockValues>::kSplit
     delta::Shared<T, kSize, kBlockValues> const shared(reinterpret_cast<float*>(memory));
     delta::Block<T, kSize, kBlockValues> const block{place, shared};
     auto ahead = block.begin_ahead();
-    int const guess = block.guess_slot();
+    int const guess = place.guess_slot();
     wait();
     if (delta::Division<T, kSize, kBlockValues>::kSplits > 1)
     {
@@ -63,11 +75,7 @@ __global__ void __cluster_dims__(delta::Division<T, kSize, kBlockValues>::kSplit
     int4 const* const segments = reinterpret_cast<int4 const*>(p.segments) + blockIdx.z;
     int4 const segment = segments[0];
     int const end = blockIdx.z + 1 < gridDim.z ? segments[1].z : p.rows;
-    int length = p.lengths[guess]; // beside the segment's own load, not behind it
-    if (segment.x != guess && segment.w > 0)
-    {
-        length = p.lengths[segment.x];
-    }
+    int const length = load_length(p, segment, guess);
     clear_padding(place, segment, end);
     if (segment.w > 0)
     {
@@ -88,17 +96,13 @@ __global__ void __launch_bounds__(delta::SingleRows<T>::kThreads, 2)
     typename Single::OfHead const place(p);
     Single const block{place, shared};
     auto const ahead = block.load_ahead();
-    int const guess = block.guess_slot();
+    int const guess = place.guess_slot();
     block.prefetch_state(guess);
     wait();
     int4 const* const segments = reinterpret_cast<int4 const*>(p.segments) + blockIdx.z;
     int4 const segment = segments[0];
     int const end = blockIdx.z + 1 < gridDim.z ? segments[1].z : p.rows;
-    int length = p.lengths[guess]; // beside the segment's own load, not behind it
-    if (segment.x != guess && segment.w > 0)
-    {
-        length = p.lengths[segment.x];
-    }
+    int const length = load_length(p, segment, guess);
     if (segment.w > 0)
     {
         block.run(delta::Segment(p, segment, length), ahead);

@@ -94,18 +94,11 @@ struct Block
         return ahead;
     }
 
-    // The slot of the block's segment, as memory has it already: whoever writes it may not be done yet.
-    __device__ __forceinline__ int guess_slot() const
-    {
-        int const slot = *static_cast<int const volatile*>(place.p.segments + 4 * blockIdx.z);
-        return min(max(slot, 0), place.p.slots - 1);
-    }
-
     // Likewise, where the numbers lie that its rows need: those that say it are read again.
     __device__ __forceinline__ void prefetch_state() const
     {
         int const volatile* const at = place.p.segments + 4 * blockIdx.z;
-        int4 const guess = {guess_slot(), at[1], at[2], at[3]};
+        int4 const guess = {place.guess_slot(), at[1], at[2], at[3]};
         if (guess.w <= 0)
         {
             return;

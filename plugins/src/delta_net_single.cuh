@@ -102,13 +102,6 @@ struct SingleRows
         return ahead;
     }
 
-    // The slot of the block's segment as memory has it already: whoever writes it may not be done yet.
-    __device__ __forceinline__ int guess_slot() const
-    {
-        int const slot = *static_cast<int const volatile*>(place.p.segments + 4 * blockIdx.z);
-        return min(max(slot, 0), place.p.slots - 1);
-    }
-
     __device__ __forceinline__ void prefetch_state(int slot) const
     {
         if (threadIdx.x == 0)

@@ -131,6 +131,13 @@ struct Place
     {
     }
 
+    // The slot of the block's segment as memory has it already: whoever writes it may not be done yet.
+    __device__ __forceinline__ int guess_slot() const
+    {
+        int const slot = *static_cast<int const volatile*>(p.segments + 4 * blockIdx.z);
+        return min(max(slot, 0), p.slots - 1);
+    }
+
     // Blocks that read what a key head's value heads share.
     __device__ __forceinline__ static uint32_t readers()
     {
