@@ -279,8 +279,8 @@ class StepBench:
                 outcome = self._begin(arm, slot, start - 1)
             outcome.read()
             for slot in range(batch):
-                beside = 1 + slot % min(MOST_KEPT, plan.config.block_size)
-                self._place(slot, start - min(beside, start), min(beside, start))
+                beside = min(1 + slot % min(MOST_KEPT, plan.config.block_size), start)
+                self._place(slot, start - beside, beside)
             launched: deque[Outcome] = deque()
             read = []
             for launches_left in reversed(range(plan.steps)):

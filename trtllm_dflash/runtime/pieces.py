@@ -30,9 +30,8 @@ def piece_of(stay: Stay, count: int) -> Piece:
 
 def add_needs(step: Step, stays: list[Stay]) -> None:
     """Adds to a step what the sequences need whose prompts it reads: ways to choose a token, and copies of rows."""
-    asked = [stay.sequence.params for stay in stays]
-    step.sampled |= any(params.temperature > 0 for params in asked)
-    step.logprobs |= any(params.logprobs is not None for params in asked)
+    step.sampled |= any(stay.sequence.is_sampled for stay in stays)
+    step.logprobs |= any(stay.sequence.params.logprobs is not None for stay in stays)
     step.penalized = step.penalized + [piece.slot for piece in step.pieces if piece.penalties is not None]
     step.copies = [stay.lease.copy for stay in stays if stay.lease.copy is not None]
     step.window_copies = [stay.lease.window_copy for stay in stays if stay.lease.window_copy is not None]

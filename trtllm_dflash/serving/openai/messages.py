@@ -215,24 +215,16 @@ class NamedTool(BaseModel):
         return self.function.name
 
 
-class _AllowedFunction(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True)  # clients may give the rest of its definition
-
-    name: FunctionName
+class _AllowedFunction(NamedFunction):
+    model_config = ConfigDict(extra="ignore")  # clients may give the rest of its definition
 
 
-class AllowedTool(BaseModel):
+class AllowedTool(NamedTool):
     """A function of those that a reply may call."""
 
-    model_config = ConfigDict(frozen=True, strict=True)
+    model_config = ConfigDict(extra="ignore")
 
-    type: ToolKind
     function: _AllowedFunction
-
-    @property
-    def called(self) -> str:
-        """The function's name."""
-        return self.function.name
 
 
 class AllowedTools(BaseModel):
