@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 PLUGINS = ROOT / "plugins"
 #: The number of the kernels' interface, and what the header says beside it (`test_a_number_names_one_interface`).
-INTERFACE = (35, "464642fa85bcf235")
+INTERFACE = (36, "64e8eb1322cef88f")
 
 needs_compiler = pytest.mark.skipif(
     bool(kernel_build.MISSING), reason=f"not installed: {', '.join(kernel_build.MISSING)}"
@@ -108,16 +108,17 @@ def test_what_the_busiest_of_an_h200s_multiprocessors_multiplies_is_known(built,
 
 
 @needs_compiler
-@pytest.mark.parametrize(("segments", "most_rows"), [(1, 17), (1, 512), (4, 300), (1, 4096), (8, 16)])
+@pytest.mark.parametrize(("segments", "most_rows"), [(1, 17), (1, 512), (4, 300), (1, 4096), (8, 16), (64, 17)])
 @pytest.mark.parametrize("size", delta_net.DELTA_SIZES)
-def test_what_the_nets_of_prompts_take_beside_them_is_planned(built, load, size, segments, most_rows):
+def test_what_nets_take_beside_them_is_planned(built, load, size, segments, most_rows):
     load(built / "libdflash_kernels.so")
     sizes = {"head_size": size, "key_heads": 3, "value_heads": 6, "pending": 16}
     params = delta_net.DeltaNetParams(rows=segments * most_rows, segment_count=segments, most_rows=most_rows, **sizes)
     needed = ctypes.c_size_t()
     library.run("dflash_delta_net_workspace", params, ctypes.byref(needed))
-    planned = delta_net.prompt_bytes(segments * most_rows, segments, 3, 6, size)
-    assert needed.value == (planned if most_rows > 16 else 0)
+    has_prompts = most_rows > 16
+    planned = delta_net.scratch_bytes(segments * most_rows, segments, 3, 6, size, prompts=has_prompts)
+    assert needed.value == planned
 
 
 @needs_compiler

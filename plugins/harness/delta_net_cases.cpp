@@ -536,7 +536,7 @@ void run_steps(Case const& c, IPluginV3& built, IPluginV3& attached)
 
 size_t check_delta_nets(IPluginCreatorV3One& creator, bool has_gpu)
 {
-    require(std::string(creator.getPluginName()) == "DFlashDeltaNet" && std::string(creator.getPluginVersion()) == "2"
+    require(std::string(creator.getPluginName()) == "DFlashDeltaNet" && std::string(creator.getPluginVersion()) == "3"
             && std::string(creator.getPluginNamespace()) == "dflash" && creator.getFieldNames()->nbFields == 4,
         "the creator of gated delta nets is another");
     Case const wrong{"", DataType::kBF16, 2, 5, 128, 16, true};

@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 35
+#define DFLASH_ABI_VERSION 36
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -934,8 +934,8 @@ typedef struct
     int64_t gates_row_stride;
 } dflash_delta_net_params;
 
-/* Bytes of scratch that dflash_delta_net needs, by all sizes in front of `segments`: none where no segment has more
- * than `pending` rows. */
+/* Bytes of scratch that dflash_delta_net needs, by all sizes in front of `segments`: none for steps of single rows of
+ * heads of 128. */
 DFLASH_API cudaError_t dflash_delta_net_workspace(const dflash_delta_net_params* params, size_t* bytes);
 
 /* `workspace`: at least that many bytes, 16-byte aligned; its contents need not be kept. */

@@ -1,87 +1,99 @@
-// Gated delta nets: convolution, gates, the state's pending rows, and what new rows read, write and give, in one kernel
-// that reads a state once and writes it at most once. Its rows are those that stay pending, at most 16; those of
+// Gated delta nets: convolution, gates, the state's pending rows, and what new rows read, write and give, by kernels
+// that read a state once and write it at most once. Their rows are those that stay pending, at most 16; those of
 // prompts before them delta_net_prompt.cu takes.
 //
-// A cluster has one value head of one segment, each block some of its values. The rows are taken by products alone (the
-// delta rule's chunk form): with k, q, v of rows i and j, the decays d, D_ij = d_j+1 * ... * d_i and E_i = d_0 * ... *
-// d_i,
+// The rows are taken by products alone (the delta rule's chunk form): with k, q, v of rows i and j, the decays d,
+// D_ij = d_j+1 * ... * d_i and E_i = d_0 * ... * d_i,
 //
 //     A_ij = b_i D_ij (k_i k_j) below the diagonal;  U = (I + A)^-1 (b (v - E (k S)));  o = E (q S) + (D (q k)) U
 //
 // Before that S has become E_n S + sum of D_nj k_j u_j, of the pending rows of the step before that were accepted.
 //
-// Decays are multiplied, never divided: one of 0 is as good as any. While the other warps read the state, one inverts;
-// where each warp has all keys of its values, that is one of them, and what belongs to values stays in registers.
+// Decays are multiplied, never divided: one of 0 is as good as any. One kernel prepares all that does not need the
+// state, for all value heads of a key head at once; meanwhile blocks of the other load their states, which absorb.
 //
-// The value heads of one key head share its keys, the pending ones too, and the window's rows. Who writes those is the
-// last block that has read them.
-#include "delta_net_block.cuh"
+// The value heads of one key head share the pending rows' keys. Who writes those is the last block that has read them.
+#include "delta_net_head.cuh"
 #include "delta_net_prompt.h"
 #include "delta_net_single.cuh"
 #include "launch.cuh"
+
+#include <algorithm>
 
 namespace dflash
 {
 namespace
 {
 
-// Value heads of all segments, up to which a block has 32 values of heads of 128, and up to which it has 64.
-constexpr int kFewHeads = 64;
-constexpr int kMoreHeads = 300;
+// Blocks of heads that begin while rows are still prepared: two for each multiprocessor of today's large GPUs.
+constexpr int kFirstBlocks = 264;
 
-// Fills the output of rows between a segment's and the next one's with zeros: they belong to nobody.
-template <typename T, int kSize, int kBlockValues>
-__device__ __forceinline__ void clear_padding(delta::Place<T, kSize, kBlockValues> const& place, int4 segment, int end)
+// Fills a value head's outputs of rows between a segment's and the next one's with zeros: they belong to nobody.
+template <typename T, int kSize>
+__device__ __forceinline__ void clear_padding(dflash_delta_net_params const& p, int head, int4 segment, int end)
 {
-    constexpr int kValues = delta::Division<T, kSize, kBlockValues>::kValues;
     int const first = segment.z + max(segment.w, 0);
-    for (int item = threadIdx.x; item < (end - first) * kValues; item += blockDim.x)
+    for (int item = threadIdx.x; item < (end - first) * kSize; item += blockDim.x)
     {
-        int64_t const to = int64_t{first + item / kValues} * place.p.value_heads * kSize;
-        static_cast<T*>(place.p.out)[to + place.first_value() + item % kValues] = from_float<T>(0.f);
+        int64_t const to = (int64_t{first + item / kSize} * p.value_heads + head) * kSize;
+        static_cast<T*>(p.out)[to + item % kSize] = from_float<T>(0.f);
     }
 }
 
-// Where the state of a segment's slot stands: asked for beside the segment's own load, not behind it, if that is the
-// slot that was guessed.
-__device__ __forceinline__ int load_length(dflash_delta_net_params const& p, int4 segment, int guess)
+// The first row that is not a segment's, nor padding behind it.
+__device__ __forceinline__ int load_end(dflash_delta_net_params const& p, int index)
 {
-    int length = p.lengths[guess];
-    if (segment.x != guess && segment.w > 0)
-    {
-        length = p.lengths[segment.x];
-    }
-    return length;
+    return index + 1 < p.segment_count ? load_new(p.segments + 4 * (index + 1) + 2) : p.rows;
 }
 
-// One cluster a value head and segment, of which it takes the rows that stay pending.
-template <typename T, int kSize, int kBlockValues>
-__global__ void __cluster_dims__(delta::Division<T, kSize, kBlockValues>::kSplits, 1, 1)
-    __launch_bounds__(delta::Division<T, kSize, kBlockValues>::kThreads, kSize == 128 ? 2 : 1)
-        delta_net_kernel(__grid_constant__ dflash_delta_net_params const p)
+// The next kernel begins behind this one's wait: it may read all that the kernels before this one wrote.
+template <typename T, int kSize>
+__global__ void __launch_bounds__(delta::Preparation<T, kSize>::kThreads, 4) prepare_kernel(
+    __grid_constant__ dflash_delta_net_params const p, delta::PreparedRows<kSize> const prepared, int heads)
 {
+    using Preparation = delta::Preparation<T, kSize>;
+    __shared__ typename Preparation::Shared shared;
+    auto const ahead = Preparation::load_ahead(p, blockIdx.x, heads);
+    wait();
+    trigger();
+    int const index = blockIdx.y;
+    int const key_head = blockIdx.x;
+    int4 const words = load_new(reinterpret_cast<int4 const*>(p.segments) + index);
+    int const length = delta::load_length(p, words, min(index, p.slots - 1));
+    if (words.w > 0)
+    {
+        delta::Segment const segment(p, words, length);
+        int const count = segment.count - segment.absorbed;
+        Preparation const preparation{prepared, shared, index, heads, {p, segment, segment.absorbed, count, key_head}};
+        preparation.run(ahead);
+    }
+}
+
+// One block a value head and segment.
+template <typename T, int kSize>
+__global__ void __launch_bounds__(delta::HeadRows<T, kSize>::kThreads, 2)
+    delta_net_kernel(__grid_constant__ dflash_delta_net_params const p, delta::PreparedRows<kSize> const prepared)
+{
+    using Rows = delta::HeadRows<T, kSize>;
     trigger();
     extern __shared__ float4 memory[];
-    delta::Place<T, kSize, kBlockValues> const place(p);
-    delta::Shared<T, kSize, kBlockValues> const shared(reinterpret_cast<float*>(memory));
-    delta::Block<T, kSize, kBlockValues> const block{place, shared};
-    auto ahead = block.begin_ahead();
-    int const guess = place.guess_slot();
-    wait();
-    if (delta::Division<T, kSize, kBlockValues>::kSplits > 1)
+    int const index = blockIdx.z;
+    delta::Place<T, kSize> const place(p, blockIdx.y * gridDim.x + blockIdx.x, blockIdx.y);
+    int4 const words = load_new(reinterpret_cast<int4 const*>(p.segments) + index);
+    int const end = load_end(p, index);
+    int const length = delta::load_length(p, words, min(index, p.slots - 1));
+    clear_padding<T, kSize>(p, place.head, words, end);
+    if (words.w > 0)
     {
-        wait_for_cluster(); // the other blocks can be sent to
+        delta::Segment const segment(p, words, length);
+        delta::Segment const pending = segment.pending();
+        Rows const rows{place, pending, *reinterpret_cast<typename Rows::Shared*>(memory)};
+        bool const is_first = index * p.value_heads + place.head < kFirstBlocks;
+        rows.run(prepared, {p, segment, segment.absorbed, pending.count, place.key_head}, blockIdx.x, is_first);
     }
-    int4 const* const segments = reinterpret_cast<int4 const*>(p.segments) + blockIdx.z;
-    int4 const segment = segments[0];
-    int const end = blockIdx.z + 1 < gridDim.z ? segments[1].z : p.rows;
-    int const length = load_length(p, segment, guess);
-    clear_padding(place, segment, end);
-    if (segment.w > 0)
+    else
     {
-        delta::Segment const own = delta::Segment(p, segment, length).pending();
-        block.stage_first(own);
-        block.run(own, ahead);
+        wait();
     }
 }
 
@@ -93,21 +105,23 @@ __global__ void __launch_bounds__(delta::SingleRows<T>::kThreads, 2)
     using Single = delta::SingleRows<T>;
     trigger();
     __shared__ typename Single::Shared shared;
-    typename Single::OfHead const place(p);
+    typename Single::OfHead const place(p, blockIdx.y * gridDim.x + blockIdx.x, blockIdx.y);
     Single const block{place, shared};
     auto const ahead = block.load_ahead();
-    int const guess = place.guess_slot();
+    // The slot of the block's segment as memory has it already: whoever writes it may not be done yet.
+    int const found = *static_cast<int const volatile*>(p.segments + 4 * blockIdx.z);
+    int const guess = min(max(found, 0), p.slots - 1);
     block.prefetch_state(guess);
     wait();
     int4 const* const segments = reinterpret_cast<int4 const*>(p.segments) + blockIdx.z;
     int4 const segment = segments[0];
-    int const end = blockIdx.z + 1 < gridDim.z ? segments[1].z : p.rows;
-    int const length = load_length(p, segment, guess);
+    int const end = load_end(p, blockIdx.z);
+    int const length = delta::load_length(p, segment, guess);
     if (segment.w > 0)
     {
         block.run(delta::Segment(p, segment, length), ahead);
     }
-    clear_padding(place, segment, end);
+    clear_padding<T, delta::SingleRows<T>::kSize>(p, place.head, segment, end);
 }
 
 // One thread a segment.
@@ -135,15 +149,21 @@ bool has_single_rows(dflash_delta_net_params const& p)
     return p.head_size == 128 && p.rows <= p.segment_count;
 }
 
-template <typename T, int kSize, int kBlockValues>
-cudaError_t launch_delta_net(dflash_delta_net_params const& p, cudaStream_t stream)
+template <typename T, int kSize>
+cudaError_t launch_delta_net(dflash_delta_net_params const& p, void* workspace, cudaStream_t stream)
 {
-    using D = delta::Division<T, kSize, kBlockValues>;
-    constexpr auto kKernel = delta_net_kernel<T, kSize, kBlockValues>;
-    constexpr int kBytes = delta::Shared<T, kSize, kBlockValues>::kBytes;
-    cudaError_t const error = allow_shared_bytes<kKernel>(kBytes);
-    dim3 const grid(p.value_heads / p.key_heads * D::kSplits, p.key_heads, p.segment_count);
-    return error == cudaSuccess ? launch_kernel(kKernel, grid, D::kThreads, kBytes, stream, p) : error;
+    using Rows = delta::HeadRows<T, kSize>;
+    constexpr int kBytes = sizeof(typename Rows::Shared);
+    int const heads = p.value_heads / p.key_heads;
+    delta::PreparedRows<kSize> const prepared{workspace, p.segment_count, p.key_heads, p.value_heads};
+    dim3 const grid(p.key_heads, p.segment_count);
+    cudaError_t error = allow_shared_bytes<delta_net_kernel<T, kSize>>(kBytes);
+    error = error ? error
+                  : launch_kernel(prepare_kernel<T, kSize>, grid, delta::Preparation<T, kSize>::kThreads, 0, stream, p,
+                        prepared, heads);
+    dim3 const of_heads(heads, p.key_heads, p.segment_count);
+    return error ? error
+                 : launch_kernel(delta_net_kernel<T, kSize>, of_heads, Rows::kThreads, kBytes, stream, p, prepared);
 }
 
 template <typename T>
@@ -160,30 +180,27 @@ bool has_prompts(dflash_delta_net_params const& p)
 }
 
 template <typename T>
-cudaError_t launch_of_size(dflash_delta_net_params const& p, cudaStream_t stream)
+cudaError_t launch_of_size(dflash_delta_net_params const& p, void* workspace, cudaStream_t stream)
 {
-    constexpr int kWidest = sizeof(T) == 4 ? 64 : 128; // SM120 has not the shared memory for FP32's rows of 128 values
     switch (p.head_size)
     {
-    case 16: return launch_delta_net<T, 16, 16>(p, stream);
-    case 32: return launch_delta_net<T, 32, 32>(p, stream);
-    case 64: return launch_delta_net<T, 64, 32>(p, stream);
+    case 16: return launch_delta_net<T, 16>(p, workspace, stream);
+    case 32: return launch_delta_net<T, 32>(p, workspace, stream);
+    case 64: return launch_delta_net<T, 64>(p, workspace, stream);
     case 128:
-        if (has_single_rows(p))
-        {
-            return launch_single_rows<T>(p, stream);
-        }
-        // Blocks of fewer values end sooner; what they all do again takes longer once they wait for each other.
-        if (p.value_heads * p.segment_count <= kFewHeads)
-        {
-            return launch_delta_net<T, 128, 32>(p, stream);
-        }
-        if (p.value_heads * p.segment_count <= kMoreHeads)
-        {
-            return launch_delta_net<T, 128, 64>(p, stream);
-        }
-        return launch_delta_net<T, 128, kWidest>(p, stream);
+        return has_single_rows(p) ? launch_single_rows<T>(p, stream) : launch_delta_net<T, 128>(p, workspace, stream);
     default: return cudaErrorInvalidValue;
+    }
+}
+
+size_t prepared_bytes(dflash_delta_net_params const& p)
+{
+    switch (p.head_size)
+    {
+    case 16: return delta::PreparedRows<16>{nullptr, p.segment_count, p.key_heads, p.value_heads}.bytes();
+    case 32: return delta::PreparedRows<32>{nullptr, p.segment_count, p.key_heads, p.value_heads}.bytes();
+    case 64: return delta::PreparedRows<64>{nullptr, p.segment_count, p.key_heads, p.value_heads}.bytes();
+    default: return delta::PreparedRows<128>{nullptr, p.segment_count, p.key_heads, p.value_heads}.bytes();
     }
 }
 
@@ -192,7 +209,9 @@ cudaError_t launch_of_size(dflash_delta_net_params const& p, cudaStream_t stream
 
 extern "C" cudaError_t dflash_delta_net_workspace(dflash_delta_net_params const* p, size_t* bytes)
 {
-    *bytes = dflash::has_prompts(*p) ? dflash::delta_net_prompt_bytes(*p) : 0;
+    using namespace dflash;
+    size_t const of_prompts = has_prompts(*p) ? delta_net_prompt_bytes(*p) : 0;
+    *bytes = has_single_rows(*p) ? 0 : std::max(of_prompts, prepared_bytes(*p));
     return cudaSuccess;
 }
 
@@ -212,20 +231,25 @@ extern "C" cudaError_t dflash_delta_net(
     {
         return cudaSuccess;
     }
-    if (has_prompts(*p))
+    size_t needed = 0;
+    cudaError_t error = dflash_delta_net_workspace(p, &needed);
+    if (error == cudaSuccess && needed > 0 && (workspace == nullptr || workspace_bytes < needed))
     {
-        bool const has_room = workspace != nullptr && workspace_bytes >= delta_net_prompt_bytes(*p);
-        cudaError_t const error = has_room ? launch_delta_net_prompts(*p, workspace, stream) : cudaErrorInvalidValue;
-        if (error != cudaSuccess)
-        {
-            return error;
-        }
+        error = cudaErrorInvalidValue;
+    }
+    if (error == cudaSuccess && has_prompts(*p))
+    {
+        error = launch_delta_net_prompts(*p, workspace, stream);
+    }
+    if (error != cudaSuccess)
+    {
+        return error;
     }
     switch (p->dtype)
     {
-    case DFLASH_FP16: return launch_of_size<__half>(*p, stream);
-    case DFLASH_BF16: return launch_of_size<__nv_bfloat16>(*p, stream);
-    case DFLASH_FP32: return launch_of_size<float>(*p, stream);
+    case DFLASH_FP16: return launch_of_size<__half>(*p, workspace, stream);
+    case DFLASH_BF16: return launch_of_size<__nv_bfloat16>(*p, workspace, stream);
+    case DFLASH_FP32: return launch_of_size<float>(*p, workspace, stream);
     default: return cudaErrorInvalidValue;
     }
 }

@@ -6,13 +6,10 @@
 // the keys within 16 of them is another, and that of the right operand is made the same.
 #pragma once
 
-#include <cstdint>
-#include <cuda_runtime.h>
+#include "delta_net_work.cuh"
 
 namespace dflash
 {
-
-constexpr int kDeltaRows = 16; // whose products are taken together
 
 // Of lane l: row l / 4 of the left operand and of the accumulators, and the column of the right operand; and which of
 // four the other index begins with.
@@ -147,17 +144,6 @@ struct SplitRows
         to[1] = {x.at[2].high, x.at[3].high, x.at[2].low, x.at[3].low};
     }
 
-    // Four numbers whole, where their parts will be: for the lane that stores those.
-    __device__ __forceinline__ void keep(int row, int first, float4 const& x) const
-    {
-        *reinterpret_cast<float4*>(words + row * kStride + 2 * first) = x;
-    }
-
-    __device__ __forceinline__ float4 kept(int row, int first) const
-    {
-        return *reinterpret_cast<float4 const*>(words + row * kStride + 2 * first);
-    }
-
     __device__ __forceinline__ float4 load(int row, int first) const
     {
         uint4 const* const from = reinterpret_cast<uint4 const*>(words + row * kStride + 2 * first);
@@ -238,9 +224,8 @@ struct StateTile
         return {x[0][2 * half], x[0][2 * half + 1], x[1][2 * half], x[1][2 * half + 1]};
     }
 
-    // Reads 16 rows' numbers out of it, whose keys it has from group `first` on, [16 values, 16 rows]: those that keys
-    // read, and queries.
-    __device__ __forceinline__ void read(SplitRows<kSize> const& keys, SplitRows<kSize> const& queries, int first,
+    // Reads 16 rows' numbers out of it, [16 values, 16 rows]: those that keys read, and queries.
+    __device__ __forceinline__ void read(SplitRows<kSize> const& keys, SplitRows<kSize> const& queries,
         TileNumbers& of_keys, TileNumbers& of_queries) const
     {
         DeltaLane const lane;
@@ -251,10 +236,10 @@ struct StateTile
 #pragma unroll
             for (int half = 0; half < 2; ++half)
             {
-                RightParts const right[4] = {RightParts(keys.pair(lane.row, first + group, half, lane.column)),
-                    RightParts(keys.pair(lane.row + 8, first + group, half, lane.column)),
-                    RightParts(queries.pair(lane.row, first + group, half, lane.column)),
-                    RightParts(queries.pair(lane.row + 8, first + group, half, lane.column))};
+                RightParts const right[4] = {RightParts(keys.pair(lane.row, group, half, lane.column)),
+                    RightParts(keys.pair(lane.row + 8, group, half, lane.column)),
+                    RightParts(queries.pair(lane.row, group, half, lane.column)),
+                    RightParts(queries.pair(lane.row + 8, group, half, lane.column))};
                 add_products(all, left(group, half), right);
             }
         }

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(delta::kPromptThreads, 4)
     if (chunk.count > 0)
     {
         delta::Segment const segment(p, chunk.segment, p.lengths[chunk.segment.x]);
-        Rows const rows{p, range, shared, place, chunk, segment};
+        Rows const rows{p, range, shared, place, {p, segment, chunk.row, chunk.count, static_cast<int>(blockIdx.y)}};
         rows.run(blockIdx.y);
     }
 }

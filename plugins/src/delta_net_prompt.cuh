@@ -10,14 +10,12 @@
 #pragma once
 
 #include "delta_net_rows.cuh"
-#include "delta_net_solver.cuh"
 
 namespace dflash
 {
 namespace delta
 {
 
-constexpr int kMixNumbers = kDeltaRows * kDeltaRows;
 constexpr int kPromptThreads = 256;
 
 // The place of a segment's first chunk. Segments have no place in common: of n rows one has at most n / 16 + 1 chunks.
@@ -112,14 +110,17 @@ struct PromptRows
     static constexpr int kWarps = kPromptThreads / 32;
     static constexpr int kHeads = 3; // of which a block's numbers leave room for three others
     static constexpr int kOthers = kPromptThreads - 32 * kHeads; // threads
-    static constexpr int kStride = 2 * kSize + 4; // of a row: rows apart begin in other banks
     static constexpr int kValueStride = kHeads * kSize;
+
+    using Chunk = ChunkRows<T, kSize>;
+
+    static constexpr int kStride = 2 * kSize + 4; // of a row: rows apart begin in other banks
 
     struct Shared
     {
         float rows[kDeltaRows * kStride]; // queries and keys
         float values[kDeltaRows * kValueStride];
-        float products[2][kDeltaRows * kMixStride]; // k k, then q k
+        float products[2][kDeltaRows * Chunk::kMixStride]; // k k, then q k
         float lower[kHeads][kMixNumbers]; // A transposed
         float solved[kHeads][2][kMixNumbers]; // (I + A)^-1 b, and that with E
     };
@@ -128,99 +129,32 @@ struct PromptRows
     Range const& range;
     Shared& shared;
     int const place;
-    PromptChunk const chunk;
-    Segment const segment;
+    Chunk const chunk;
     int const warp = threadIdx.x / 32;
     int const lane = threadIdx.x % 32;
 
-    __device__ __forceinline__ T const* row(int own) const
+    // The values of heads from `head` on of the key head's, and, where they are the first ones, queries and keys.
+    __device__ __forceinline__ void convolve(int head, int heads) const
     {
-        return static_cast<T const*>(p.x) + int64_t{segment.first_row + own} * p.x_row_stride;
-    }
-
-    __device__ __forceinline__ T const* before(int own) const
-    {
-        int64_t const channels = (2 * p.key_heads + p.value_heads) * kSize;
-        int const at = segment.window + kBefore + own;
-        return static_cast<T const*>(p.window) + (int64_t{segment.slot} * (kBefore + p.pending) + at) * channels;
-    }
-
-    // Two channels of all rows, in columns; those that the chunk has not are 0.
-    __device__ __forceinline__ void convolve(int channel, float* to, int stride) const
-    {
-        Vector<T, 2> x[kBefore + kDeltaRows];
-#pragma unroll
-        for (int i = 0; i < kBefore + kDeltaRows; ++i)
-        {
-            int const own = chunk.row + min(i - kBefore, chunk.count - 1); // past the last row that one again
-            bool const is_row = i >= kBefore || own >= 0;
-            x[i] = load_vector<T, 2>((is_row ? row(own) : before(own)) + channel);
-            if (!is_row && segment.begins)
-            {
-                x[i].at[0] = x[i].at[1] = from_float<T>(0.f);
-            }
-        }
-        Vector<T, kTaps> taps[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-        {
-            taps[j] = load_vector<T, kTaps>(static_cast<T const*>(p.conv) + (channel + j) * kTaps);
-        }
-#pragma unroll
-        for (int i = 0; i < kDeltaRows; ++i)
-        {
-            float y[2];
-#pragma unroll
-            for (int j = 0; j < 2; ++j)
-            {
-                y[j] = Rows<T, kSize, kSize>::mix(taps[j], x[i].at[j], x[i + 1].at[j], x[i + 2].at[j], x[i + 3].at[j]);
-            }
-            bool const is_there = i < chunk.count;
-            *reinterpret_cast<float2*>(to + i * stride) = {is_there ? y[0] : 0.f, is_there ? y[1] : 0.f};
-        }
-    }
-
-    // The values of heads from `first` on, and, where they are the first ones, queries and keys before them.
-    __device__ __forceinline__ void convolve_all(int key_head, int first, int heads, bool begins) const
-    {
+        int const end = (2 + head + heads) * Chunk::kItems;
 #pragma unroll 1
-        for (int item = threadIdx.x + (begins ? 0 : kSize); item < kSize + heads * kSize / 2; item += kPromptThreads)
+        for (int index = (head == 0 ? 0 : 2 + head) * Chunk::kItems + threadIdx.x; index - lane < end;
+            index += kPromptThreads)
         {
-            int const number = 2 * item;
-            int const head = item < kSize / 2 ? key_head : p.key_heads + key_head;
-            bool const is_value = item >= kSize;
-            int const channel
-                = is_value ? (2 * p.key_heads + first) * kSize + number - 2 * kSize : head * kSize + number % kSize;
-            float* const to = is_value ? shared.values + number - 2 * kSize : shared.rows + number;
-            convolve(channel, to, is_value ? kValueStride : kStride);
-        }
-    }
-
-    // A warp a row of queries or keys.
-    __device__ __forceinline__ void norm_keys() const
-    {
-        constexpr int kOfLane = (kSize + 31) / 32;
+            auto const item = Chunk::place_of(p, chunk.key_head, p.value_heads / p.key_heads, min(index, end - 1));
+            auto const taps = Chunk::load_taps(p, item);
+            auto const inputs = chunk.load(item);
+            bool const is_key = item.head < 2;
+            int const stride = is_key ? kStride : kValueStride;
+            float* const to = is_key ? shared.rows + item.head * kSize : shared.values + (item.head - 2 - head) * kSize;
 #pragma unroll
-        for (int turn = 0; turn < 2 * kDeltaRows / kWarps; ++turn)
-        {
-            int const item = turn * kWarps + warp;
-            float* const from = shared.rows + item / 2 * kStride + item % 2 * kSize;
-            float x[kOfLane];
-            float sum = 0.f;
-#pragma unroll
-            for (int i = 0; i < kOfLane; ++i)
+            for (int i = 0; i < Chunk::kRows; ++i)
             {
-                x[i] = lane + 32 * i < kSize ? from[lane + 32 * i] : 0.f;
-                sum += x[i] * x[i];
-            }
-            float const scale = item % 2 == 0 ? rsqrtf(static_cast<float>(kSize)) : 1.f;
-            float const by = rsqrtf(warp_sum(sum) + kLengthEps) * scale;
-#pragma unroll
-            for (int i = 0; i < kOfLane; ++i)
-            {
-                if (lane + 32 * i < kSize)
+                float4 const y = chunk.convolve(item, taps, inputs, i);
+                float4 const by_length = Chunk::normed(item, y);
+                if (index < end)
                 {
-                    from[lane + 32 * i] = x[i] * by;
+                    *reinterpret_cast<float4*>(to + (item.row + i) * stride + item.number) = is_key ? by_length : y;
                 }
             }
         }
@@ -229,30 +163,35 @@ struct PromptRows
     // A thread two rows' products.
     __device__ __forceinline__ void multiply_keys() const
     {
-        int const row = threadIdx.x / kDeltaRows;
-        int const column = threadIdx.x % kDeltaRows;
-        float4 const* const queries = reinterpret_cast<float4 const*>(shared.rows + row * kStride);
-        float4 const* const keys = queries + kSize / 4;
-        float4 const* const others = reinterpret_cast<float4 const*>(shared.rows + column * kStride + kSize);
-        float sums[2][4] = {};
-#pragma unroll 4
-        for (int i = 0; i < kSize / 4; ++i)
+#pragma unroll 1
+        for (int item = threadIdx.x; item < kMixNumbers; item += blockDim.x)
         {
-            float4 const y = others[i];
-            float4 const both[2] = {keys[i], queries[i]};
+            int const row = item / kDeltaRows;
+            float4 const* const queries = reinterpret_cast<float4 const*>(shared.rows + row * kStride);
+            float4 const* const keys = queries + kSize / 4;
+            float4 const* const others
+                = reinterpret_cast<float4 const*>(shared.rows + item % kDeltaRows * kStride + kSize);
+            float sums[2][4] = {};
+#pragma unroll 4
+            for (int i = 0; i < kSize / 4; ++i)
+            {
+                float4 const y = others[i];
+                float4 const both[2] = {keys[i], queries[i]};
+#pragma unroll
+                for (int j = 0; j < 2; ++j)
+                {
+                    sums[j][0] = fmaf(both[j].x, y.x, sums[j][0]);
+                    sums[j][1] = fmaf(both[j].y, y.y, sums[j][1]);
+                    sums[j][2] = fmaf(both[j].z, y.z, sums[j][2]);
+                    sums[j][3] = fmaf(both[j].w, y.w, sums[j][3]);
+                }
+            }
 #pragma unroll
             for (int j = 0; j < 2; ++j)
             {
-                sums[j][0] = fmaf(both[j].x, y.x, sums[j][0]);
-                sums[j][1] = fmaf(both[j].y, y.y, sums[j][1]);
-                sums[j][2] = fmaf(both[j].z, y.z, sums[j][2]);
-                sums[j][3] = fmaf(both[j].w, y.w, sums[j][3]);
+                shared.products[j][row * Chunk::kMixStride + item % kDeltaRows]
+                    = (sums[j][0] + sums[j][1]) + (sums[j][2] + sums[j][3]);
             }
-        }
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-        {
-            shared.products[j][row * kMixStride + column] = (sums[j][0] + sums[j][1]) + (sums[j][2] + sums[j][3]);
         }
     }
 
@@ -284,91 +223,36 @@ struct PromptRows
         }
     }
 
-    // Of a lane's row.
-    struct Gates
+    // By a warp: what lies between a value head's rows, and the inverse, of which each half of the warp makes one.
+    __device__ __forceinline__ void solve(int head, typename Chunk::Gates const& gates) const
     {
-        float share;
-        float decay;
-    };
-
-    __device__ __forceinline__ Gates load_gates(int head) const
-    {
-        int const column = lane % kDeltaRows;
-        T const* const from = static_cast<T const*>(p.gates)
-            + int64_t{segment.first_row + chunk.row + min(column, chunk.count - 1)} * p.gates_row_stride + head;
-        float const a = to_float(from[p.value_heads]) + static_cast<float const*>(p.dt_bias)[head];
-        float const softplus = fmaxf(a, 0.f) + log1pf(expf(-fabsf(a)));
-        bool const is_there = column < chunk.count;
-        float const rate = expf(static_cast<float const*>(p.a_log)[head]);
-        return {is_there ? 1.f / (1.f + expf(-to_float(from[0]))) : 0.f, is_there ? expf(-rate * softplus) : 1.f};
-    }
-
-    // By a warp: what lies between a value head's rows, and the inverse. Both halves of the warp have all 16 columns;
-    // each has half of the rows.
-    __device__ __forceinline__ void solve(int head, Gates const& gates) const
-    {
-        int const column = lane % kDeltaRows;
         float const kept = product_to(gates.decay);
         float const behind = product_behind(gates.decay);
         float* const mix = range.of_values(place, head) + Range::kRowNumbers;
         if (lane < kDeltaRows)
         {
-            mix[kMixNumbers + column] = kept;
-            mix[kMixNumbers + kDeltaRows + column] = behind;
+            mix[kMixNumbers + lane] = kept;
+            mix[kMixNumbers + kDeltaRows + lane] = behind;
         }
         float* const lower = shared.lower[warp];
-        float left = 1.f;
+        auto const weights = chunk.weigh(gates);
 #pragma unroll
-        for (int i = 0; i < kDeltaRows; ++i)
+        for (int i = 0; i < kDeltaRows / 2; ++i)
         {
-            float const decay_of_row = __shfl_sync(0xffffffffu, gates.decay, i);
-            float const share_of_row = __shfl_sync(0xffffffffu, gates.share, i);
-            left *= i > column ? decay_of_row : 1.f;
-            if (i / 8 == lane / kDeltaRows)
-            {
-                int const at = i * kMixStride + column;
-                lower[column * kDeltaRows + i] = i > column ? left * share_of_row * shared.products[0][at] : 0.f;
-                mix[i * kDeltaRows + column] = i >= column ? left * shared.products[1][at] : 0.f;
-            }
+            int const row = chunk.first_weighed() + i;
+            int const at = row * Chunk::kMixStride + chunk.column;
+            lower[chunk.column * kDeltaRows + row] = weights.shared[i] * shared.products[0][at];
+            mix[row * kDeltaRows + chunk.column] = weights.left[i] * shared.products[1][at];
         }
         __syncwarp();
         float inverse[kDeltaRows];
-        invert(lower, inverse);
-        // One half of the warp each.
+        chunk.invert(lower, inverse);
         float const by = gates.share * (lane < kDeltaRows ? 1.f : kept);
-        float* const to = shared.solved[warp][lane / kDeltaRows];
+        float* const to = shared.solved[warp][lane / kDeltaRows] + lane % kDeltaRows;
 #pragma unroll
         for (int i = 0; i < kDeltaRows; ++i)
         {
-            to[i * kDeltaRows + column] = inverse[i] * by;
-        }
-    }
-
-    // A lane has a column. Each row that is known is taken from all behind it.
-    __device__ __forceinline__ void invert(float const* lower, float (&inverse)[kDeltaRows]) const
-    {
-#pragma unroll
-        for (int i = 0; i < kDeltaRows; ++i)
-        {
-            inverse[i] = i == lane % kDeltaRows ? 1.f : 0.f;
-        }
-#pragma unroll
-        for (int known = 0; known < kDeltaRows - 1; ++known)
-        {
-#pragma unroll
-            for (int part = (known + 1) / 4; part < kDeltaRows / 4; ++part)
-            {
-                float4 const x = reinterpret_cast<float4 const*>(lower + known * kDeltaRows)[part];
-                float const numbers[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                {
-                    if (4 * part + i > known)
-                    {
-                        inverse[4 * part + i] = fmaf(-numbers[i], inverse[known], inverse[4 * part + i]);
-                    }
-                }
-            }
+            to[i * kDeltaRows] = inverse[i] * by;
         }
     }
 
@@ -427,24 +311,23 @@ struct PromptRows
 
     __device__ __forceinline__ void run(int key_head) const
     {
-        int const end = (key_head + 1) * (p.value_heads / p.key_heads);
-        int first = end - p.value_heads / p.key_heads;
+        int const begin = key_head * (p.value_heads / p.key_heads);
+        int const end = begin + p.value_heads / p.key_heads;
+        int first = begin;
         bool begins = true;
         do
         {
             int const heads = min(kHeads, end - first);
             bool const solves = warp < heads;
-            Gates gates = {};
+            typename Chunk::Gates gates = {};
             if (solves)
             {
-                gates = load_gates(first + warp);
+                gates = chunk.gates_of(first + warp, chunk.load_projected(first + warp));
             }
-            convolve_all(key_head, first, heads, begins);
+            convolve(first - begin, heads);
             __syncthreads();
             if (begins)
             {
-                norm_keys();
-                __syncthreads();
                 multiply_keys();
                 __syncthreads();
             }

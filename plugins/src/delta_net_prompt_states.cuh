@@ -1,6 +1,7 @@
 // The states of a gated delta net's prompts, which go through chunk after chunk; and the rows' outputs.
 #pragma once
 
+#include "delta_net_products.cuh"
 #include "delta_net_prompt.cuh"
 
 namespace dflash

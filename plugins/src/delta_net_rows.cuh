@@ -1,5 +1,5 @@
-// A gated delta net's rows: staged in shared memory, convolved, normed, multiplied by each other's keys, and kept for
-// the next step.
+// A chunk of a segment's rows, of one key head and its value heads: convolved, normed, and what lies between them by a
+// value head's decays and shares.
 #pragma once
 
 #include "delta_net_work.cuh"
@@ -9,14 +9,8 @@ namespace dflash
 namespace delta
 {
 
+constexpr int kMixNumbers = kDeltaRows * kDeltaRows;
 constexpr float kLengthEps = 1e-6f; // of keys and queries
-
-template <typename T>
-__device__ __forceinline__ float4 load_four(T const* from)
-{
-    auto const x = load_vector<T, kLane>(from);
-    return {to_float(x.at[0]), to_float(x.at[1]), to_float(x.at[2]), to_float(x.at[3])};
-}
 
 // Without what numbers below 2^-126 would take: exp(-x) of a large x is 0, of a small one infinite.
 __device__ __forceinline__ float quick_silu(float x)
@@ -28,6 +22,20 @@ __device__ __forceinline__ float quick_silu(float x)
     return x * inverse;
 }
 
+// A channel's convolution, of a row and those before it.
+template <typename T>
+__device__ __forceinline__ float mix(Vector<T, kTaps> const& taps, T a, T b, T c, T d)
+{
+    float const before = fmaf(to_float(taps.at[1]), to_float(b), to_float(taps.at[0]) * to_float(a));
+    return quick_silu(fmaf(to_float(taps.at[3]), to_float(d), fmaf(to_float(taps.at[2]), to_float(c), before)));
+}
+
+// x, or 0: without a branch around what makes x.
+__device__ __forceinline__ float kept_if(bool is_kept, float x)
+{
+    return __int_as_float(__float_as_int(x) & (is_kept ? -1 : 0));
+}
+
 // Copies 16 bytes, or fills in zeros.
 __device__ __forceinline__ void stage_16(void* to, void const* from, bool is_there)
 {
@@ -36,332 +44,276 @@ __device__ __forceinline__ void stage_16(void* to, void const* from, bool is_the
         : "memory");
 }
 
-template <typename T, int kSize, int kBlockValues>
-struct Rows
+// Products of what the first 16 lanes have, up to a lane's own.
+__device__ __forceinline__ float product_to(float x)
 {
-    using D = Division<T, kSize, kBlockValues>;
-    using S = Shared<T, kSize, kBlockValues>;
-    static constexpr int kNumbers = 16 / static_cast<int>(sizeof(T)); // of 16 bytes
-    static constexpr int kCopies = S::kRawStride / kNumbers; // of a staged row
-    static constexpr int kPairs = D::kValues / 2; // of a row's values
-
-    Place<T, kSize, kBlockValues> const& place;
-    S const& shared;
-    int const warp = threadIdx.x / 32;
-    int const lane = threadIdx.x % 32;
-
-    // A channel's weights, of four channels of keys or queries and of two of values: a thread's.
-    struct Weights
+    int const lane = threadIdx.x % kDeltaRows;
+#pragma unroll
+    for (int step = 1; step < kDeltaRows; step *= 2)
     {
-        Vector<T, kTaps> keys[kLane];
-        Vector<T, kTaps> values[2];
+        float const before = __shfl_up_sync(0xffffffffu, x, step, kDeltaRows);
+        x *= lane >= step ? before : 1.f;
+    }
+    return x;
+}
+
+// Likewise, of what is behind it up to row 15.
+__device__ __forceinline__ float product_behind(float x)
+{
+    int const lane = threadIdx.x % kDeltaRows;
+    float const next = __shfl_down_sync(0xffffffffu, x, 1, kDeltaRows);
+    x = lane < kDeltaRows - 1 ? next : 1.f;
+#pragma unroll
+    for (int step = 1; step < kDeltaRows; step *= 2)
+    {
+        float const after = __shfl_down_sync(0xffffffffu, x, step, kDeltaRows);
+        x *= lane + step < kDeltaRows ? after : 1.f;
+    }
+    return x;
+}
+
+template <typename T, int kSize>
+struct ChunkRows
+{
+    static constexpr int kMixStride = kDeltaRows + 4; // of 16 x 16 numbers: rows apart begin in other banks
+    static constexpr int kLane = 4; // channels of a thread
+    static constexpr int kLanes = kSize / kLane; // threads of a head's row
+    static constexpr int kRows = 4; // of a thread
+    static constexpr int kItems = kLanes * kDeltaRows / kRows; // of a head: threads that have all of its numbers
+    using Four = Vector<T, kLane>;
+
+    dflash_delta_net_params const& p;
+    Segment const segment;
+    int const first; // of the segment's rows
+    int const count;
+    int const key_head;
+    int const lane = threadIdx.x % 32;
+    int const column = threadIdx.x % kDeltaRows;
+
+    __device__ __forceinline__ int channels() const
+    {
+        return (2 * p.key_heads + p.value_heads) * kSize;
+    }
+
+    __device__ __forceinline__ T* window(int at) const
+    {
+        return static_cast<T*>(p.window) + (int64_t{segment.slot} * (kBefore + p.pending) + at) * channels();
+    }
+
+    // Which four channels of which four rows a thread has.
+    struct Place
+    {
+        int head; // of the key head: its queries, its keys, then its value heads
+        int row;
+        int number; // of the head
+        int channel;
     };
 
-    __device__ __forceinline__ void load_weights(int item, Weights& weights) const
+    __device__ __forceinline__ static Place place_of(
+        dflash_delta_net_params const& p, int key_head, int heads, int index)
     {
-        int const first = (item >= 4 ? place.query_channel() : place.key_channel()) + min(lane * kLane, kSize - kLane);
-        T const* const conv = static_cast<T const*>(place.p.conv);
+        Place place;
+        place.head = index / kItems;
+        place.row = index / kLanes % (kDeltaRows / kRows) * kRows;
+        place.number = index % kLanes * kLane;
+        int const values = 2 * p.key_heads + key_head * heads - 2;
+        int const head = place.head == 0 ? key_head : place.head == 1 ? p.key_heads + key_head : values + place.head;
+        place.channel = head * kSize + place.number;
+        return place;
+    }
+
+    // The convolution's weights of four channels.
+    struct Taps
+    {
+        Vector<T, kTaps> at[kLane];
+    };
+
+    __device__ __forceinline__ static Taps load_taps(dflash_delta_net_params const& p, Place const& place)
+    {
+        Taps taps;
 #pragma unroll
         for (int i = 0; i < kLane; ++i)
         {
-            weights.keys[i] = load_vector<T, kTaps>(conv + (first + i) * kTaps);
+            T const* const from = static_cast<T const*>(p.conv) + int64_t{place.channel} * kTaps;
+            taps.at[i] = load_vector<T, kTaps>(from + i * kTaps);
         }
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-        {
-            int const channel = place.value_channel() + threadIdx.x % kPairs * 2 + i;
-            weights.values[i] = load_vector<T, kTaps>(conv + channel * kTaps);
-        }
+        return taps;
     }
 
-    // The channel of a number of a staged row.
-    __device__ __forceinline__ int channel_of(int number) const
+    // The rows, and those before them.
+    struct Inputs
     {
-        return number < kSize    ? place.query_channel() + number
-            : number < 2 * kSize ? place.key_channel() + number - kSize
-                                 : place.value_channel() + number - 2 * kSize;
-    }
-
-    // Stages the segment's rows, with those that their convolution sees. By all threads. Loops that stay loops: their
-    // instructions come from memory, too.
-    __device__ __forceinline__ void stage(Segment const& segment) const
-    {
-#pragma unroll 1
-        for (int item = threadIdx.x; item < (kBefore + segment.count) * kCopies; item += D::kThreads)
-        {
-            stage_16(segment, item / kCopies, item % kCopies * kNumbers);
-        }
-    }
-
-    // 16 bytes of the index-th row of those that the rows see.
-    __device__ __forceinline__ void stage_16(Segment const& segment, int index, int number) const
-    {
-        int const own = index - kBefore;
-        bool const is_row = own + segment.before >= 0;
-        T const* const from = is_row ? place.row(segment.first_row + own)
-                                     : place.window_row(segment.slot, segment.window + index + segment.before);
-        delta::stage_16(
-            shared.raw + index * S::kRawStride + number, from + channel_of(number), is_row || !segment.begins);
-    }
-
-    // Stages what gates the rows' outputs.
-    __device__ __forceinline__ void stage_gates(Segment const& segment) const
-    {
-        constexpr int kOfGates = D::kValues / kNumbers;
-#pragma unroll 1
-        for (int item = threadIdx.x; item < segment.count * kOfGates; item += D::kThreads)
-        {
-            int const number = item % kOfGates * kNumbers;
-            T const* const from = place.row(segment.first_row + item / kOfGates) + place.channels();
-            delta::stage_16(
-                shared.gates + item / kOfGates * D::kValues + number, from + place.first_value() + number, true);
-        }
-    }
-
-    // Two pending rows' keys: four numbers of each, which a thread has.
-    struct PendingKeys
-    {
-        static constexpr int kItems = (kDeltaRows / 2 * kSize / 4 + D::kThreads - 1) / D::kThreads;
-
-        float4 first[kItems];
-        float4 second[kItems];
+        Four at[kBefore + kRows];
     };
 
-    __device__ __forceinline__ PendingKeys load_pending_keys(Segment const& segment) const
+    __device__ __forceinline__ Inputs load(Place const& place) const
     {
-        PendingKeys keys;
+        Inputs inputs;
+        int const begin = first + place.row; // of the segment's rows
+        int const last = count - 1 - place.row; // past it that one again
+        char const* const rows = reinterpret_cast<char const*>(
+            static_cast<T const*>(p.x) + (segment.first_row + begin) * p.x_row_stride + place.channel);
+        char const* const before = reinterpret_cast<char const*>(window(segment.accepted + begin) + place.channel);
+        int const row_bytes = static_cast<int>(p.x_row_stride * sizeof(T));
+        int const window_bytes = channels() * static_cast<int>(sizeof(T));
 #pragma unroll
-        for (int i = 0; i < PendingKeys::kItems; ++i)
+        for (int i = 0; i < kBefore + kRows; ++i)
         {
-            int const item = threadIdx.x + i * D::kThreads;
-            int const row = item / (kSize / 4) * 2;
-            int const number = item % (kSize / 4) * 4;
-            float4 const none = {};
-            keys.first[i] = row < segment.accepted
-                ? *reinterpret_cast<float4 const*>(place.keys(segment.slot, row) + number)
-                : none;
-            keys.second[i] = row + 1 < segment.accepted
-                ? *reinterpret_cast<float4 const*>(place.keys(segment.slot, row + 1) + number)
-                : none;
+            char const* from = rows + static_cast<int64_t>(min(i - kBefore, last)) * row_bytes;
+            if (i < kBefore && begin + i < kBefore)
+            {
+                from = before + int64_t{i} * window_bytes;
+            }
+            inputs.at[i] = load_vector<T, kLane>(reinterpret_cast<T const*>(from));
         }
-        return keys;
+#pragma unroll
+        for (int i = 0; i < kBefore; ++i)
+        {
+            if (segment.begins && begin + i < kBefore)
+            {
+                inputs.at[i] = {};
+            }
+        }
+        return inputs;
     }
 
-    // Puts them where `pending_keys` has them, once for all warps.
-    __device__ __forceinline__ void store_pending_keys(PendingKeys const& keys) const
+    // What the next step's convolution sees, where what this one's saw lay; all of that must have been loaded.
+    __device__ __forceinline__ void keep(Place const& place, Inputs const& inputs) const
+    {
+        char* const to = reinterpret_cast<char*>(window(place.row) + place.channel);
+        int const window_bytes = channels() * static_cast<int>(sizeof(T));
+        int const begin = place.row == 0 ? 0 : kBefore; // the first ones have those before them
+        int const end = kBefore + count - place.row;
+#pragma unroll
+        for (int i = 0; i < kBefore + kRows; ++i)
+        {
+            if (i >= begin && i < end)
+            {
+                // As words: of what was just loaded, the compiler would store one number at a time.
+                using Words = std::conditional_t<sizeof(Four) == sizeof(uint4), uint4, uint2>;
+                *reinterpret_cast<Words*>(to + int64_t{i} * window_bytes)
+                    = reinterpret_cast<Words const&>(inputs.at[i]);
+            }
+        }
+    }
+
+    // The convolution of one of the rows, in order; those that the chunk has not are zeros.
+    __device__ __forceinline__ float4 convolve(
+        Place const& place, Taps const& taps, Inputs const& inputs, int row) const
+    {
+        bool const is_there = place.row + row < count;
+        float y[kLane];
+#pragma unroll
+        for (int i = 0; i < kLane; ++i)
+        {
+            Four const* const x = inputs.at + row;
+            y[i] = kept_if(is_there, mix(taps.at[i], x[0].at[i], x[1].at[i], x[2].at[i], x[3].at[i]));
+        }
+        return {y[0], y[1], y[2], y[3]};
+    }
+
+    // Norms a row of queries or keys. By whole warps.
+    __device__ __forceinline__ static float4 normed(Place const& place, float4 const& y)
+    {
+        float sum = y.x * y.x + y.y * y.y + y.z * y.z + y.w * y.w;
+#pragma unroll
+        for (int step = 1; step < kLanes; step *= 2)
+        {
+            sum += __shfl_xor_sync(0xffffffffu, sum, step);
+        }
+        float const by = rsqrtf(sum + kLengthEps) * (place.head == 0 ? rsqrtf(static_cast<float>(kSize)) : 1.f);
+        return {y.x * by, y.y * by, y.z * by, y.w * by};
+    }
+
+    // Of a lane's row, as projected.
+    struct Projected
+    {
+        T share;
+        T decay;
+    };
+
+    __device__ __forceinline__ Projected load_projected(int head) const
+    {
+        T const* const from = static_cast<T const*>(p.gates)
+            + int64_t{segment.first_row + first + min(column, count - 1)} * p.gates_row_stride + head;
+        return {from[0], from[p.value_heads]};
+    }
+
+    // Of a lane's row.
+    struct Gates
+    {
+        float share;
+        float decay;
+    };
+
+    __device__ __forceinline__ Gates gates_of(int head, Projected const& projected) const
+    {
+        float const a = to_float(projected.decay) + static_cast<float const*>(p.dt_bias)[head];
+        float const softplus = fmaxf(a, 0.f) + log1pf(expf(-fabsf(a)));
+        float const rate = expf(static_cast<float const*>(p.a_log)[head]);
+        bool const is_there = column < count;
+        return {
+            is_there ? 1.f / (1.f + expf(-to_float(projected.share))) : 0.f, is_there ? expf(-rate * softplus) : 1.f};
+    }
+
+    // By what a row's write is weighed before another row sees it: of a column, a lane has the first or the last eight
+    // rows' D, and these with the rows' shares.
+    struct Weights
+    {
+        float left[kDeltaRows / 2];
+        float shared[kDeltaRows / 2];
+    };
+
+    __device__ __forceinline__ Weights weigh(Gates const& gates) const
+    {
+        Weights weights = {};
+        float left = 1.f;
+#pragma unroll
+        for (int i = 0; i < kDeltaRows; ++i)
+        {
+            float const decay = __shfl_sync(0xffffffffu, gates.decay, i);
+            float const share = __shfl_sync(0xffffffffu, gates.share, i);
+            left *= i > column ? decay : 1.f;
+            if (i / 8 == lane / kDeltaRows)
+            {
+                weights.left[i % 8] = i >= column ? left : 0.f;
+                weights.shared[i % 8] = i > column ? left * share : 0.f;
+            }
+        }
+        return weights;
+    }
+
+    // The first row whose weights a lane has.
+    __device__ __forceinline__ int first_weighed() const
+    {
+        return lane / kDeltaRows * (kDeltaRows / 2);
+    }
+
+    // (I + A)^-1, of which a lane has a column. Each row that is known is taken from all behind it.
+    __device__ __forceinline__ void invert(float const* lower, float (&inverse)[kDeltaRows]) const
     {
 #pragma unroll
-        for (int i = 0; i < PendingKeys::kItems; ++i)
+        for (int i = 0; i < kDeltaRows; ++i)
         {
-            int const item = threadIdx.x + i * D::kThreads;
-            if (item < kDeltaRows / 2 * kSize / 4)
-            {
-                uint4* const to = pending_keys(item / (kSize / 4)) + item % (kSize / 4) * 4;
-                float const first[4] = {keys.first[i].x, keys.first[i].y, keys.first[i].z, keys.first[i].w};
-                float const second[4] = {keys.second[i].x, keys.second[i].y, keys.second[i].z, keys.second[i].w};
+            inverse[i] = i == column ? 1.f : 0.f;
+        }
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
+        for (int known = 0; known < kDeltaRows - 1; ++known)
+        {
+#pragma unroll
+            for (int part = (known + 1) / 4; part < kDeltaRows / 4; ++part)
+            {
+                float4 const x = reinterpret_cast<float4 const*>(lower + known * kDeltaRows)[part];
+                float const numbers[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
                 {
-                    TwoParts const a(first[j]);
-                    TwoParts const b(second[j]);
-                    to[j] = {a.high, b.high, a.low, b.low};
+                    if (4 * part + i > known)
+                    {
+                        inverse[4 * part + i] = fmaf(-numbers[i], inverse[known], inverse[4 * part + i]);
+                    }
                 }
             }
-        }
-    }
-
-    // Of rows 2 pair and 2 pair + 1: [kSize].
-    __device__ __forceinline__ uint4* pending_keys(int pair) const
-    {
-        return reinterpret_cast<uint4*>(shared.parts + pair * S::kPairStride);
-    }
-
-    // Stages the keys of the pending rows that the state absorbs, and what they write.
-    __device__ __forceinline__ void stage_pending(Segment const& segment) const
-    {
-        constexpr int kOfKeys = D::kIsWhole ? 0 : kSize / 4; // else `load_pending_keys` brings them
-        constexpr int kPending = kOfKeys + D::kValues / 4;
-#pragma unroll 1
-        for (int item = threadIdx.x; item < kDeltaRows * kPending; item += D::kThreads)
-        {
-            int const row = item / kPending;
-            int const number = item % kPending * 4 + (D::kIsWhole ? kSize : 0);
-            bool const is_there = row < segment.accepted;
-            int const from = is_there ? row : 0;
-            if (number < kSize)
-            {
-                float* const to = shared.parts + number / D::kPartKeys * S::kPart + row * S::kKeyStride;
-                delta::stage_16(to + number % D::kPartKeys, place.keys(segment.slot, from) + number, is_there);
-            }
-            else
-            {
-                delta::stage_16(shared.writes + row * S::kValueStride + number - kSize,
-                    place.writes(segment.slot, from) + number - kSize, is_there);
-            }
-        }
-    }
-
-    __device__ __forceinline__ static float mix(Vector<T, kTaps> const& taps, T a, T b, T c, T d)
-    {
-        float const before = fmaf(to_float(taps.at[1]), to_float(b), to_float(taps.at[0]) * to_float(a));
-        return quick_silu(fmaf(to_float(taps.at[3]), to_float(d), fmaf(to_float(taps.at[2]), to_float(c), before)));
-    }
-
-    // Convolves `count` staged rows into keys and queries, normed, and values; rows behind them become zeros.
-    __device__ __forceinline__ void convolve(Weights& weights, int count) const
-    {
-        for (int item = warp; item < 8; item += D::kWarps)
-        {
-            if (D::kWarps < 8)
-            {
-                load_weights(item, weights);
-            }
-            convolve_keys(weights, item, count);
-        }
-#pragma unroll 1
-        for (int item = threadIdx.x; item < kDeltaRows * kPairs; item += D::kWorkers)
-        {
-            int const row = item / kPairs;
-            int const pair = item % kPairs;
-            T const* const from = shared.raw + row * S::kRawStride + 2 * kSize + 2 * pair;
-            Vector<T, 2> x[kTaps];
-#pragma unroll
-            for (int i = 0; i < kTaps; ++i)
-            {
-                x[i] = load_vector<T, 2>(from + i * S::kRawStride);
-            }
-            float2 const y = {mix(weights.values[0], x[0].at[0], x[1].at[0], x[2].at[0], x[3].at[0]),
-                mix(weights.values[1], x[0].at[1], x[1].at[1], x[2].at[1], x[3].at[1])};
-            *reinterpret_cast<float2*>(shared.values + row * S::kValueStride + 2 * pair)
-                = row < count ? y : float2{0.f, 0.f};
-        }
-    }
-
-    // The item is four rows of the keys or of the queries; a lane has four channels.
-    __device__ __forceinline__ void convolve_keys(Weights const& weights, int item, int count) const
-    {
-        bool const is_query = item >= 4;
-        int const first = item % 4 * 4;
-        int const number = min(lane * kLane, kSize - kLane);
-        T const* const from = shared.raw + first * S::kRawStride + (is_query ? 0 : kSize) + number;
-        float const scale = is_query ? rsqrtf(static_cast<float>(kSize)) : 1.f;
-        bool const has_numbers = lane * kLane < kSize;
-        SplitRows<kSize> const to = shared.rows(is_query);
-        float sums[4] = {}; // those of the rows so far stand last
-#pragma unroll 1
-        for (int i = 0; i < 4; ++i)
-        {
-            Vector<T, kLane> x[kTaps];
-#pragma unroll
-            for (int tap = 0; tap < kTaps; ++tap)
-            {
-                x[tap] = load_vector<T, kLane>(from + (i + tap) * S::kRawStride);
-            }
-            float y[kLane];
-            float sum = 0.f;
-#pragma unroll
-            for (int j = 0; j < kLane; ++j)
-            {
-                float const out = mix(weights.keys[j], x[0].at[j], x[1].at[j], x[2].at[j], x[3].at[j]);
-                y[j] = first + i < count ? out : 0.f;
-                sum += has_numbers ? y[j] * y[j] : 0.f;
-            }
-            if (has_numbers)
-            {
-                to.keep(first + i, number, {y[0], y[1], y[2], y[3]});
-            }
-#pragma unroll
-            for (int j = 0; j < 3; ++j)
-            {
-                sums[j] = sums[j + 1];
-            }
-            sums[3] = sum;
-        }
-#pragma unroll 1
-        for (int step = 16; step > 0; step /= 2)
-        {
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-            {
-                sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], step);
-            }
-        }
-#pragma unroll 1
-        for (int i = 0; i < 4; ++i)
-        {
-            float const by = rsqrtf(sums[0] + kLengthEps) * scale;
-            if (has_numbers)
-            {
-                float4 const y = to.kept(first + i, number);
-                to.store(first + i, number, FourParts(float4{y.x * by, y.y * by, y.z * by, y.w * by}));
-            }
-#pragma unroll
-            for (int j = 0; j < 3; ++j)
-            {
-                sums[j] = sums[j + 1];
-            }
-        }
-    }
-
-    // Multiplies keys and queries by keys. By items of 8 columns of one of both, over half of the numbers.
-    __device__ __forceinline__ void multiply_keys() const
-    {
-        DeltaLane const at;
-        for (int item = warp; item < 8; item += D::kWarps)
-        {
-            int const columns = item % 2;
-            bool const is_query = item / 2 % 2;
-            int const half_of_keys = item / 4;
-            SplitRows<kSize> const left = shared.rows(is_query);
-            float sums[3][4] = {}; // each of one of the three products
-#pragma unroll 1
-            for (int group = half_of_keys; group < kSize / 16; group += 2)
-            {
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-                {
-                    uint4 const above = left.pair(at.row, group, half, at.column);
-                    uint4 const below = left.pair(at.row + 8, group, half, at.column);
-                    uint4 const right = shared.keys.pair(8 * columns + at.row, group, half, at.column);
-                    uint32_t const high[4] = {above.x, below.x, above.y, below.y};
-                    uint32_t const low[4] = {above.z, below.z, above.w, below.w};
-                    multiply_tf32(sums[0], low, right.x, right.y);
-                    multiply_tf32(sums[1], high, right.z, right.w);
-                    multiply_tf32(sums[2], high, right.x, right.y);
-                }
-            }
-            float* const to = shared.products + (2 * half_of_keys + is_query) * S::kMix + at.row * kMixStride
-                + 8 * columns + 2 * at.column;
-#pragma unroll
-            for (int below = 0; below < 2; ++below)
-            {
-                float const first = sums[0][2 * below] + sums[1][2 * below] + sums[2][2 * below];
-                float const second = sums[0][2 * below + 1] + sums[1][2 * below + 1] + sums[2][2 * below + 1];
-                *reinterpret_cast<float2*>(to + below * 8 * kMixStride) = {first, second};
-            }
-        }
-    }
-
-    // Writes the rows that the next step's convolution sees: the rows and those before them. The keys' and the
-    // queries' are the last block's to write, as are the pending rows' keys.
-    __device__ __forceinline__ void keep(Segment const& segment, bool is_last) const
-    {
-        constexpr int kOfValues = D::kValues / kNumbers;
-        int const copies = is_last ? kCopies : kOfValues; // the last ones of a row
-#pragma unroll 1
-        for (int item = threadIdx.x; item < (kBefore + segment.count) * copies; item += D::kWorkers)
-        {
-            int const row = is_last ? item / kCopies : item / kOfValues;
-            int const number = (kCopies - copies + item - row * copies) * kNumbers;
-            store_vector(place.window_row(segment.slot, row) + channel_of(number),
-                load_vector<T, kNumbers>(shared.raw + row * S::kRawStride + number));
-        }
-#pragma unroll 1
-        for (int item = threadIdx.x; is_last && item < kSize / kLane * segment.count; item += D::kWorkers)
-        {
-            int const row = item / (kSize / kLane);
-            int const number = item % (kSize / kLane) * kLane;
-            *reinterpret_cast<float4*>(place.keys(segment.slot, row) + number) = shared.keys.load(row, number);
         }
     }
 };

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "delta_net_rows.cuh"
-#include "delta_net_solver.cuh"
 
 namespace dflash
 {
@@ -17,13 +16,14 @@ template <typename T>
 struct SingleRows
 {
     static constexpr int kSize = 128;
+    static constexpr int kLane = 4; // numbers that a lane has of a row
     static constexpr int kOfWarp = 16; // values
     static constexpr int kWarps = kSize / kOfWarp;
     static constexpr int kThreads = 32 * kWarps;
     static constexpr int kKeysWarp = 1; // queries: 0
     static constexpr int kValuesWarp = 2;
     static constexpr int kGatesWarp = 3;
-    using OfHead = Place<T, kSize, kSize>;
+    using OfHead = Place<T, kSize>;
     using Four = Vector<T, kLane>;
 
     struct Shared
@@ -242,7 +242,7 @@ struct SingleRows
         else if (row == 0 && warp == kGatesWarp && lane == 0)
         {
             // Relaxed: nothing was written, and what was read has come.
-            uint32_t const others = place.readers() - 1;
+            uint32_t const others = gridDim.x - 1; // a key head's value heads are side by side
             uint32_t count = 0;
             asm volatile("atom.global.relaxed.gpu.inc.u32 %0, [%1], %2;"
                 : "=r"(count)
@@ -289,7 +289,7 @@ struct SingleRows
 #pragma unroll
         for (int i = 0; i < kLane; ++i)
         {
-            y[i] = Rows<T, kSize, kSize>::mix(shared.taps[warp][i][lane], a.at[i], b.at[i], c.at[i], row.at[i]);
+            y[i] = mix(shared.taps[warp][i][lane], a.at[i], b.at[i], c.at[i], row.at[i]);
         }
         float by = 1.f;
         if (warp != kValuesWarp)

@@ -210,7 +210,7 @@ int32_t DeltaNetPlugin::getNbOutputs() const noexcept
     return kOutputs;
 }
 
-// The segments, then the counters, then what the nets of prompts need.
+// The segments, then the counters, then what nets need beside them.
 size_t DeltaNetPlugin::getWorkspaceSize(
     DynamicPluginTensorDesc const* in, int32_t inputs, DynamicPluginTensorDesc const*, int32_t) const noexcept
 {

@@ -11,7 +11,7 @@ namespace dflash
 {
 
 constexpr char const* kDeltaNetName = "DFlashDeltaNet";
-constexpr char const* kDeltaNetVersion = "2";
+constexpr char const* kDeltaNetVersion = "3";
 
 // The plugin's attributes; each is a field of its creator, of one number.
 struct DeltaNetSettings

@@ -15,7 +15,7 @@ from trtllm_dflash.engine.ladder import PIECES, draft_lengths, shaped_kinds, ste
 from trtllm_dflash.engine.paging import PAGE_ROWS, Paging, linear_paging
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.kernels import MAX_ROWS, OLDEST_GPU, why_unsupported
-from trtllm_dflash.kernels.delta_net import prompt_bytes
+from trtllm_dflash.kernels.delta_net import scratch_bytes
 from trtllm_dflash.models import build_target, pair_weights, without_kernels
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import PREFIX, DrafterConfig
@@ -378,7 +378,7 @@ def _trees(config: EngineConfig, rows: int) -> int:
 
 
 def _nets(config: EngineConfig, rows: int) -> int:
-    """Counts the bytes that are made in FP32 of a gated delta net: by our kernels of the rows of prompts.
+    """Counts the bytes that are made in FP32 of a gated delta net: by our kernels of the rows of blocks and prompts.
 
     By TensorRT's layers (see `ops.tensorrt_delta_net`) of all slots' states thrice, of each pair of a slot's rows, and
     of what the rows themselves are.
@@ -389,7 +389,7 @@ def _nets(config: EngineConfig, rows: int) -> int:
     heads = units_per_rank(delta.value_heads, config.tp)
     if config.backend != "tensorrt" or config.plugin is not None:
         key_heads = units_per_rank(delta.key_heads, config.tp)
-        return prompt_bytes(rows, config.max_batch + PIECES, key_heads, heads, delta.key_size)
+        return scratch_bytes(rows, config.max_batch + PIECES, key_heads, heads, delta.key_size, prompts=True)
     states = config.max_batch * heads * delta.key_size * delta.value_size
     pairs = heads * max(config.chunk**2, config.max_batch * config.block_size**2)
     return 4 * (3 * states + 6 * pairs + 6 * rows * heads * (delta.key_size + delta.value_size))

@@ -172,11 +172,20 @@ def advance_states(lengths: Tensor, segments: Tensor, pending: int, keeps: int =
     run("dflash_advance_states", params, stream())
 
 
-def prompt_bytes(rows: int, segments: int, key_heads: int, value_heads: int, size: int) -> int:
-    """Counts the bytes of scratch that a net takes for rows of prompts, as `dflash_delta_net_workspace` does."""
+def scratch_bytes(rows: int, segments: int, key_heads: int, value_heads: int, size: int, *, prompts: bool) -> int:
+    """Counts the bytes of scratch that a net takes for a step, as `dflash_delta_net_workspace` does.
+
+    Args:
+        prompts: whether a segment may have more rows than stay beside its state.
+    """
+    padding = 4  # numbers behind each row, which lie in shared memory so
+    keys = 2 * DELTA_ROWS * (2 * size + padding)  # queries and keys, each number in two parts
+    weights = 2 * DELTA_ROWS * (DELTA_ROWS + padding) + 2 * DELTA_ROWS
+    prepared = segments * (key_heads * keys + value_heads * weights)
     numbers = 2 * DELTA_ROWS * size
     of_chunk = key_heads * numbers + value_heads * (numbers + DELTA_ROWS**2 + 2 * DELTA_ROWS)
-    return 4 * min(rows // DELTA_ROWS + segments, MOST_CHUNKS) * of_chunk
+    chunks = min(rows // DELTA_ROWS + segments, MOST_CHUNKS) if prompts else 0
+    return 4 * max(prepared, chunks * of_chunk)
 
 
 def why_no_delta_net(key_size: int, value_size: int, taps: int, pending: int) -> str | None:

@@ -10,7 +10,7 @@ from trtllm_dflash.ops.tensorrt_delta_net import STATE_LENGTH, TensorRTDeltaNet
 from trtllm_dflash.ops.tensorrt_layers import ITensor
 
 #: As the plugin's creator calls itself: name, version, namespace.
-DELTA_PLUGIN = ("DFlashDeltaNet", "2", "dflash")
+DELTA_PLUGIN = ("DFlashDeltaNet", "3", "dflash")
 
 
 class TensorRTDeltaPlugin(TensorRTDeltaNet, ABC):
