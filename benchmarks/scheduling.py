@@ -25,7 +25,8 @@ from trtllm_dflash.runtime.request import SamplingParams, Sequence
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.session.calls import Prepare, Step
 from trtllm_dflash.session.limits import StepLimits
-from trtllm_dflash.session.session import Outcome, Session
+from trtllm_dflash.session.outcome import Outcome
+from trtllm_dflash.session.session import Session
 
 LENGTH, PAGE_ROWS, NODES = 4096, 64, 15
 ACCEPTED = (0, 1, 3, 5, 7, 9, 15)

@@ -28,7 +28,7 @@ from trtllm_dflash.cost.shapes import find_shape, shape_config
 from trtllm_dflash.runtime.service import Service
 from trtllm_dflash.runtime.settings import ServiceSettings
 from trtllm_dflash.session.calls import Step
-from trtllm_dflash.session.session import Outcome
+from trtllm_dflash.session.outcome import Outcome
 from trtllm_dflash.sweep.dataset import random_dataset
 from trtllm_dflash.sweep.load import Amount, ClosedLoop, Traits, run_load
 from trtllm_dflash.sweep.local_engine import random_llm

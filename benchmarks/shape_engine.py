@@ -29,7 +29,8 @@ from trtllm_dflash.session.choice import Choice, torch_choice
 from trtllm_dflash.session.device import pick_device
 from trtllm_dflash.session.kernels import Kernels
 from trtllm_dflash.session.limits import StepLimits
-from trtllm_dflash.session.session import Outcome, Session
+from trtllm_dflash.session.outcome import Outcome
+from trtllm_dflash.session.session import Session
 from trtllm_dflash.step import StepInputs, StepOutputs
 from trtllm_dflash.sweep.local_engine import random_llm
 from trtllm_dflash.text.tokenizer import TextCodec

@@ -24,8 +24,9 @@ from trtllm_dflash.bench.step import StepBenchSettings, make_plan
 from trtllm_dflash.ops.base import Acceptance, Ops
 from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.session.calls import Piece, Prepare, SlotSampling, Step
+from trtllm_dflash.session.outcome import Outcome
 from trtllm_dflash.session.ranks import World
-from trtllm_dflash.session.session import Outcome, Session
+from trtllm_dflash.session.session import Session
 from trtllm_dflash.session.slots import SlotTensors
 from trtllm_dflash.session.torch_session import SlotAccept
 from trtllm_dflash.step import Drafting, Judgement, StepInputs, accept_equals

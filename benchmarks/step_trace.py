@@ -19,7 +19,7 @@ from trtllm_dflash.cost.shapes import shape_config
 from trtllm_dflash.ops.communicator import Solo
 from trtllm_dflash.session.calls import Piece, Prefill, Prepare, Step
 from trtllm_dflash.session.cuda_session import CudaSession
-from trtllm_dflash.session.session import Outcome
+from trtllm_dflash.session.outcome import Outcome
 from trtllm_dflash.step import Drafting
 
 STEPS = 12

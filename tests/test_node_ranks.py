@@ -15,7 +15,7 @@ from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.batch import Batch
 from trtllm_dflash.runtime.draft_length import FixedDraftLength
 from trtllm_dflash.runtime.scheduler import Scheduler
-from trtllm_dflash.session.session import Outcome
+from trtllm_dflash.session.outcome import Outcome
 
 
 @pytest.fixture(scope="module")

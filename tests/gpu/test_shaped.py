@@ -22,8 +22,8 @@ from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.penalties import Penalties, penalized
 from trtllm_dflash.session.calls import Guide, MadeMasks, Piece, SlotPenalties, Step
 from trtllm_dflash.session.cuda_session import CudaSession
+from trtllm_dflash.session.outcome import Outcome
 from trtllm_dflash.session.penalties import _recent
-from trtllm_dflash.session.session import Outcome
 from trtllm_dflash.step import Drafting
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

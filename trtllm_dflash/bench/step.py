@@ -30,8 +30,9 @@ from trtllm_dflash.session.calls import Decode, Piece, Place, Prefill, Prepare, 
 from trtllm_dflash.session.choice import Choice
 from trtllm_dflash.session.device import pick_device
 from trtllm_dflash.session.kernels import Kernels
+from trtllm_dflash.session.outcome import Outcome
 from trtllm_dflash.session.ranks import World
-from trtllm_dflash.session.session import Outcome, Session
+from trtllm_dflash.session.session import Session
 from trtllm_dflash.session.threads import limit_threads
 from trtllm_dflash.session.trees import DraftTreeChoice, with_trees
 from trtllm_dflash.step import Drafting

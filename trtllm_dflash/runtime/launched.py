@@ -8,7 +8,7 @@ from trtllm_dflash.runtime.batch import Batch
 from trtllm_dflash.runtime.draft_length import DraftLength
 from trtllm_dflash.runtime.slots import Stay
 from trtllm_dflash.runtime.statistics import Statistics
-from trtllm_dflash.session.session import Outcome
+from trtllm_dflash.session.outcome import Outcome
 from trtllm_dflash.step import Drafting
 
 

@@ -11,7 +11,8 @@ from trtllm_dflash.runtime.request import Sequence
 from trtllm_dflash.runtime.verified import AcceptedRanks, VerifiedDrafts
 
 if TYPE_CHECKING:  # torch comes with them
-    from trtllm_dflash.session.session import Ints, Session
+    from trtllm_dflash.session.outcome import Ints
+    from trtllm_dflash.session.session import Session
 
 #: Drafted steps that the acceptance length is the mean of.
 RECENT_STEPS = 1000

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:  # torch comes with it, and who serves or deploys needs none
-    from trtllm_dflash.session.session import Ints
+    from trtllm_dflash.session.outcome import Ints
 
 #: Steps whose numbers are noted, at most, before they are counted.
 _MOST_NOTED = 16

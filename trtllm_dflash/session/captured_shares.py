@@ -5,8 +5,8 @@ import torch
 from trtllm_dflash import kernels
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.ladder import PIECES, StepKind, shared_lengths
+from trtllm_dflash.session.outcome import Outcome
 from trtllm_dflash.session.report import Report
-from trtllm_dflash.session.session import Outcome
 from trtllm_dflash.session.shares import BELIEF, GUESS, MEMORY
 
 Tensor = torch.Tensor

@@ -51,8 +51,8 @@ from trtllm_dflash.session.choice import (
 from trtllm_dflash.session.graphs import StepGraphs, decoded_rows, words_of, words_of_inputs
 from trtllm_dflash.session.kernels import Kernels
 from trtllm_dflash.session.limits import StepLimits
+from trtllm_dflash.session.outcome import Outcome
 from trtllm_dflash.session.report import Report
-from trtllm_dflash.session.session import Outcome
 from trtllm_dflash.session.shaping import (
     Begun,
     CapturedStep,

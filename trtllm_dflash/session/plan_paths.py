@@ -7,7 +7,7 @@ import torch
 
 from trtllm_dflash.models.drafter import PREFIX
 from trtllm_dflash.ops.draft_tree import ranks_of
-from trtllm_dflash.session.session import Outcome
+from trtllm_dflash.session.outcome import Outcome
 
 Tensor = torch.Tensor
 

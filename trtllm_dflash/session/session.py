@@ -8,13 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cache
-from itertools import chain, islice
-from struct import Struct
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from trtllm_dflash.cost.gpus import gigabytes
@@ -27,109 +21,11 @@ from trtllm_dflash.ops.communicator import Communicator
 from trtllm_dflash.session.calls import Call, Copy, CopyStates, Decode, Place, Prefill, Prepare, Step, call_of, words_of
 from trtllm_dflash.session.choice import Choice
 from trtllm_dflash.session.limits import StepLimits
-from trtllm_dflash.session.report import Report
+from trtllm_dflash.session.outcome import Outcome
 from trtllm_dflash.session.slots import SlotTensors
 from trtllm_dflash.step import Drafting, StepInputs, StepOutputs
 
 Tensor = torch.Tensor
-Ints = npt.NDArray[np.int32]
-
-
-@cache
-def _unpackers(width: int) -> list[Callable[..., tuple[Any, ...]]]:
-    """Makes what unpacks the final tokens of a row of so many int32, by the number of its accepted drafts."""
-    return [Struct(f"{tokens}i").unpack_from for tokens in range(1, width)]
-
-
-class Outcome:
-    """The outcome of a step, on its way from the device. `read` waits for it, if it must."""
-
-    def __init__(
-        self,
-        decided: Tensor,
-        report: Report | None = None,
-        shared: Tensor | None = None,
-        gains: Tensor | None = None,
-        ranks: list[list[int]] | None = None,
-        first_rank: int = 0,
-    ) -> None:
-        """decided [B, 1 + R]: `accepted`, then `target_ids`; on the CPU alone, shared [D], gains [drafts] and ranks.
-
-        first_rank: column of decided from which on it has ranks, of as many drafts as were accepted, then zeros; 0: it
-            has none.
-        """
-        self.report = report or Report()
-        self._ranks, self._first_rank = ranks or [], first_rank
-        self._shared: list[int] | None = None if shared is None else shared.tolist()
-        self._gained: list[float] = [] if gains is None else gains.tolist()
-        self._event: torch.cuda.Event | None = None
-        if decided.is_cuda:
-            # Pinned, so that the copy runs behind the step while the host goes on.
-            host = torch.empty(decided.shape, dtype=decided.dtype, pin_memory=True)
-            decided = host.copy_(decided, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        self._decided = decided
-        self._arrived: Ints | None = None  # its rows, once they have arrived
-        self._places: list[int] | None = None
-
-    @property
-    def shared(self) -> list[int] | None:
-        """Rows that each decoding slot got of those that they share; None: each had its own."""
-        return self._shared
-
-    @property
-    def gains(self) -> list[float]:
-        """Tokens that one more draft a slot, on average, is likely to commit of those that were made, after so many."""
-        return self._gained
-
-    @property
-    def ranks(self) -> list[list[int]]:
-        """Ranks of each slot's accepted drafts, in order, among the drafter's candidates at their depths, from 1.
-
-        They are those of trees' drafts; of chains they are without meaning. Empty where the session tells none.
-        """
-        ranks, first = self._ranks, self._first_rank
-        if first:
-            ranks = [row[first : first + row[0]] for row in self.read_whole()]
-        return ranks if self._places is None or not ranks else [ranks[place] for place in self._places]
-
-    def ranks_of(self, counts: list[int]) -> Ints:
-        """Lists the ranks of each slot's first accepted drafts, so many of each, and zeros; see `ranks`."""
-        rows, first = self._wait()[: len(counts)], self._first_rank
-        if first and rows[:, 0].tolist() == counts:  # all of them, as mostly: what is behind them is 0
-            return rows[:, first:].flatten()
-        return np.fromiter(chain.from_iterable(map(islice, self.ranks, counts)), np.int32)
-
-    def read(self) -> list[tuple[int, ...]]:
-        """Reads the tokens that became final, by slot of the call: the target's choices up to the first wrong draft."""
-        rows = self._wait()
-        # The final ones alone, out of the bytes: most of a whole matrix of Python's integers would be for nothing.
-        unpack, begins, found = _unpackers(rows.shape[1]), range(4, rows.nbytes, 4 * rows.shape[1]), rows.tobytes()
-        tokens = [unpack[n](found, begin) for n, begin in zip(rows[:, 0].tolist(), begins, strict=True)]
-        return tokens if self._places is None else [tokens[place] for place in self._places]
-
-    def read_whole(self) -> list[list[int]]:
-        """Reads all that it was made of, accepted drafts first."""
-        rows: list[list[int]] = self._wait().tolist()
-        return rows
-
-    def _wait(self) -> Ints:
-        """Waits for what comes from the device."""
-        if self._arrived is None:
-            if self._event is not None:
-                self._event.synchronize()
-            self._arrived = self._parse(self._decided).numpy().astype(np.int32, copy=False)
-        return self._arrived
-
-    def _parse(self, host: Tensor) -> Tensor:
-        """Takes apart what has come from the device."""
-        return host
-
-    def of(self, places: list[int]) -> "Outcome":
-        """Chooses what `read` returns: the tokens of these places, in this order."""
-        self._places = places
-        return self
 
 
 class Session(ABC):

@@ -14,9 +14,9 @@ from trtllm_dflash.ops.choosing import Logprobs, TokenMask
 from trtllm_dflash.ops.penalties import KeptShapes
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.calls import Step, masks_of
+from trtllm_dflash.session.outcome import Outcome
 from trtllm_dflash.session.penalties import PenaltyTensors
 from trtllm_dflash.session.report import Report
-from trtllm_dflash.session.session import Outcome
 from trtllm_dflash.step import DraftVerifyStep, Forward, PromptRows, StepInputs
 
 Tensor = torch.Tensor

@@ -25,9 +25,10 @@ from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.session.calls import CopyStates, Place, Step, masks_of
 from trtllm_dflash.session.choice import Choice, torch_choice
 from trtllm_dflash.session.limits import StepLimits
+from trtllm_dflash.session.outcome import Outcome
 from trtllm_dflash.session.penalties import PenaltyTensors
 from trtllm_dflash.session.report import Report
-from trtllm_dflash.session.session import Outcome, Session
+from trtllm_dflash.session.session import Session
 from trtllm_dflash.session.shares import Shares
 from trtllm_dflash.session.slots import SlotTensors
 from trtllm_dflash.session.states import allocate_states
