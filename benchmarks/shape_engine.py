@@ -157,9 +157,10 @@ class TimedOutcome(Outcome):
     """Tokens that are there at a moment of `time.perf_counter`."""
 
     def __init__(self, tokens: list[tuple[int, ...]], at: float) -> None:
-        super().__init__(torch.empty(0))
-        self._tokens, self._at = tokens, at
+        most = max(map(len, tokens))
+        super().__init__(torch.tensor([[len(ids) - 1, *ids, *[0] * (most - len(ids))] for ids in tokens]))
+        self._at = at
 
-    def read(self) -> list[tuple[int, ...]]:
+    def _parse(self, host: torch.Tensor) -> torch.Tensor:
         time.sleep(max(0.0, self._at - time.perf_counter()))
-        return self._tokens
+        return host

@@ -2,9 +2,12 @@
 
 from types import SimpleNamespace
 
+import torch
+
 from trtllm_dflash.engine.paging import Paging
 from trtllm_dflash.runtime.request import SamplingParams, Sequence
 from trtllm_dflash.session.limits import StepLimits
+from trtllm_dflash.session.outcome import Outcome
 from trtllm_dflash.step import Drafting
 
 VOCABULARY = 50
@@ -109,7 +112,8 @@ class PagedSession:
         for piece in step.pieces:
             self.sampling[piece.slot] = piece.sampling
             committed.append(self._segment(step, piece.slot, piece.start, piece.token_ids, 1))
-        return SimpleNamespace(read=lambda: committed, shared=None, gains=[])
+        most = max(map(len, committed))
+        return Outcome(torch.tensor([[len(ids) - 1, *ids, *[END] * (most - len(ids))] for ids in committed]))
 
     def _segment(self, step, slot, start, token_ids, logits):
         for position, token in enumerate(token_ids, start):

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -196,6 +197,14 @@ def test_ranks_are_counted_of_the_drafts_that_replies_got():
         for outcome in (captured, listed):
             assert Counter(rank for rank in outcome.ranks_of(counts).tolist() if rank) == expected
     assert captured.read() == [(7,) * (row[0] + 1) for row in rows]
+    assert captured.accepted == listed.accepted == [3, 1, 0, 4, 0]
+
+
+def test_tokens_that_may_have_come_are_told_before_they_are_read():
+    """Those behind a wrong draft too; never accepted drafts' number or ranks."""
+    outcome = Outcome(torch.tensor([[1, 7, 8, 9, 2, 0], [0, 6, 7, 7, 0, 0]]), first_rank=4)
+    for tokens, expected in (([7], True), ([5, 9], True), ([5], False), ([0, 1, 2], False), ([], False)):
+        assert outcome.may_have(np.array(tokens, np.int32)[:, None, None]) == expected
 
 
 def test_imposed_paths_have_no_ranks(tiny, prompts):

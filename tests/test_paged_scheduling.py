@@ -154,6 +154,20 @@ def test_slots_where_nothing_happens_are_settled_as_those_that_are_looked_at(win
     assert course() == found
 
 
+@pytest.mark.parametrize("ends", [{7}, {7, 2**40}, {7, 11, 12, 13}, set(range(7, 19)), {50, 51}], ids=str)
+def test_replies_end_with_any_of_few_tokens_and_of_many(ends):
+    sequences = [request([1, 2, token], 60, seed=token, temperature=1.0) for token in range(8)]
+    scheduler = Scheduler(PagedSession(pages=80))
+    for sequence in sequences:
+        sequence.end_token_ids = frozenset(ends)
+        scheduler.submit(sequence)
+    run(scheduler)
+    for sequence in sequences:
+        whole = reply(sequence.prompt_ids, sequence.params)
+        end = next((at for at, token in enumerate(whole, start=1) if token in ends), len(whole))
+        assert sequence.token_ids == whole[:end]
+
+
 def test_a_text_that_fails_takes_nothing_along_and_leaves_nothing():
     class Text:
         stopped, tokens = False, 0

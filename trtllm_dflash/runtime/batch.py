@@ -1,9 +1,19 @@
 """The decoding slots of a step."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from trtllm_dflash.runtime.request import Sequence
 from trtllm_dflash.runtime.slots import Stay
+
+if TYPE_CHECKING:  # torch comes with it
+    from trtllm_dflash.session.outcome import Ints
+
+#: Tokens that are sooner looked for in a whole step than each slot's tokens among them.
+_FEW = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +32,7 @@ class Batch:
     penalized: list[int]  # slots
     guided: list[int]  # places of slots whose replies have a grammar
     end_ids: frozenset[int]  # tokens that end any of the replies
+    ends: "Ints | None"  # those, [n, 1, 1]; None: too many to look for all at once
 
     @classmethod
     def of(cls, stays: list[Stay]) -> "Batch":
@@ -30,6 +41,7 @@ class Batch:
         drafting = {(stay.block, stay.tree) for stay in stays if stay.drafts}
         blocks, kinds = {block for block, _ in drafting}, {tree for _, tree in drafting}
         sequences = [stay.sequence for stay in stays]
+        end_ids = frozenset().union(*{sequence.end_token_ids for sequence in sequences})
         shaped = [place for place, sequence in enumerate(sequences) if sequence.is_shaped]
         return cls(
             stays=list(stays),
@@ -43,13 +55,21 @@ class Batch:
             logprobs=any(sequences[place].params.logprobs is not None for place in shaped),
             guided=[place for place in shaped if sequences[place].grammar is not None],
             penalized=[stays[place].slot for place in shaped if sequences[place].params.penalizes],
-            end_ids=frozenset().union(*{sequence.end_token_ids for sequence in sequences}),
+            end_ids=end_ids,
+            ends=_ends(end_ids),
         )
 
     def cut(self, most: int) -> "Batch":
         """Makes the same batch with so many rows of each slot, at most."""
         rows = [(slot, min(count, most)) for slot, count in self.rows]
         return replace(self, rows=rows, drafted=[count - 1 for _, count in rows], block=min(self.block, most))
+
+
+@lru_cache(maxsize=64)
+def _ends(end_ids: frozenset[int]) -> "Ints | None":
+    """Lists tokens as `Outcome.may_have` takes them, if they are few; no token of an outcome is past 32 bits."""
+    known = [token for token in end_ids if 0 <= token < 2**31]
+    return np.array(known, np.int32)[:, None, None] if len(known) <= _FEW else None
 
 
 def is_shaped(batch: Batch, reading: list[Stay]) -> bool:

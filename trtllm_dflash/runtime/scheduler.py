@@ -393,15 +393,16 @@ class Scheduler:
         for stay in () if wrote_drafter else batch.stays:
             if stay.drafter_rows is None:
                 stay.note_drafter_rows()
-        taken = list(map(len, committed[: len(batch.stays)]))  # tokens that count; 0 of a reply that is over, or fails
-        accepted = [count - 1 for count in taken]
+        accepted = launched.outcome.accepted[: len(batch.stays)]
+        taken = [count + 1 for count in accepted]  # tokens that count; 0 of a reply that is over, or fails
         self.statistics.kv_tokens_in_use += sum(taken)
-        has_no_end = batch.end_ids.isdisjoint
-        slots = zip(range(len(taken)), batch.stays, batch.sequences, committed, taken, accepted, drafted, strict=False)
-        for place, stay, sequence, ids, new, survived, drafts in slots:
+        may_end, has_no_end = batch.ends is None or launched.outcome.may_have(batch.ends), batch.end_ids.isdisjoint
+        slots = zip(range(len(taken)), batch.stays, batch.sequences, committed, accepted, drafted, strict=False)
+        for place, stay, sequence, ids, survived, drafts in slots:
             tokens = sequence.token_ids
-            if len(tokens) + new > stay.quiet or not has_no_end(ids):  # one that is over, or has no limit yet: always
-                if len(tokens) + new > stay.goes_on or not has_no_end(ids):
+            # Always at one that is over, or has no limit yet.
+            if len(tokens) + survived >= stay.quiet or (may_end and not has_no_end(ids)):
+                if len(tokens) + survived >= stay.goes_on or (may_end and not has_no_end(ids)):
                     taken[place] = self._look(stay, ids, drafts, under_way, now)
                     accepted[place] = sequence.accepted_per_step[-1] if taken[place] else 0
                     continue

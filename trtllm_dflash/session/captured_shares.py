@@ -92,7 +92,7 @@ class SharedOutcome(Outcome):
     @property
     def shared(self) -> list[int]:
         self._wait()
-        return self._counts
+        return self._shares_of
 
     @property
     def gains(self) -> list[float]:
@@ -101,6 +101,6 @@ class SharedOutcome(Outcome):
 
     def _parse(self, host: Tensor) -> Tensor:
         segments, of_segments, taking_part = self._segments, self._of_segments, self._slots + self._pieces
-        self._counts = host[of_segments : of_segments + self._slots].tolist()
+        self._shares_of = host[of_segments : of_segments + self._slots].tolist()
         self._gains = host[of_segments + segments :].view(torch.float32).tolist()
         return host[:of_segments].view(segments, -1)[:taking_part]

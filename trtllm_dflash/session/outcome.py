@@ -52,6 +52,7 @@ class Outcome:
             self._event.record()
         self._decided = decided
         self._arrived: Ints | None = None  # its rows, once they have arrived
+        self._counts: list[int] = []  # accepted drafts of each of them
         self._places: list[int] | None = None
 
     @property
@@ -78,7 +79,7 @@ class Outcome:
     def ranks_of(self, counts: list[int]) -> Ints:
         """Lists the ranks of each slot's first accepted drafts, so many of each, and zeros; see `ranks`."""
         rows, first = self._wait()[: len(counts)], self._first_rank
-        if first and rows[:, 0].tolist() == counts:  # all of them, as mostly: what is behind them is 0
+        if first and self._counts[: len(counts)] == counts:  # all of them, as mostly: what is behind them is 0
             return rows[:, first:].flatten()
         return np.fromiter(chain.from_iterable(map(islice, self.ranks, counts)), np.int32)
 
@@ -87,8 +88,18 @@ class Outcome:
         rows = self._wait()
         # The final ones alone, out of the bytes: most of a whole matrix of Python's integers would be for nothing.
         unpack, begins, found = _unpackers(rows.shape[1]), range(4, rows.nbytes, 4 * rows.shape[1]), rows.tobytes()
-        tokens = [unpack[n](found, begin) for n, begin in zip(rows[:, 0].tolist(), begins, strict=True)]
+        tokens = [unpack[n](found, begin) for n, begin in zip(self._counts, begins, strict=True)]
         return tokens if self._places is None else [tokens[place] for place in self._places]
+
+    @property
+    def accepted(self) -> list[int]:
+        """Accepted drafts of each slot: the tokens that `read` returns of it, less one."""
+        self._wait()
+        return self._counts if self._places is None else [self._counts[place] for place in self._places]
+
+    def may_have(self, tokens: Ints) -> bool:
+        """Whether any of these tokens [n, 1, 1] may be among those that became final; it is sooner known than where."""
+        return np.count_nonzero((self._wait() == tokens)[..., 1 : self._first_rank or None]) > 0
 
     def read_whole(self) -> list[list[int]]:
         """Reads all that it was made of, accepted drafts first."""
@@ -101,6 +112,7 @@ class Outcome:
             if self._event is not None:
                 self._event.synchronize()
             self._arrived = self._parse(self._decided).numpy().astype(np.int32, copy=False)
+            self._counts = self._arrived[:, 0].tolist()
         return self._arrived
 
     def _parse(self, host: Tensor) -> Tensor:
