@@ -1,5 +1,6 @@
 """The choice of what a step drafts: how much, chains or trees, and whether the slots share their rows."""
 
+from functools import cache
 from typing import NamedTuple
 
 from trtllm_dflash.engine.config import EngineConfig
@@ -21,6 +22,10 @@ class StepDrafts(NamedTuple):
     share: int = 0  # rows that they share in this step; 0: each has its own
     rows: int = 1  # that the next step may verify of a slot
     most: int | None = None  # that this one verifies of a slot, of shared rows' drafts: others are dropped; None: all
+
+
+#: Those of slots with rows of their own, which are the same in most steps: made once.
+_own_rows = cache(StepDrafts)
 
 
 class DraftChooser:
@@ -85,13 +90,13 @@ class DraftChooser:
         # Where some have had a whole block's rows, all would have them: that takes much longer.
         most = max(block, 2) if self._left_shared else None
         if not drafts:
-            return StepDrafts(Drafting.CONTEXT, block, most=most)
+            return _own_rows(Drafting.CONTEXT, block, 0, False, 0, 1, most)
         if drafts >= self._longest:
             # The best tree of a block is one of the whole block.
             tree = self._tree if may_differ else 0
-            return StepDrafts(Drafting.BLOCK, block, tree, rows=tree + 1 if tree else block, most=most)
+            return _own_rows(Drafting.BLOCK, block, tree, False, 0, tree + 1 if tree else block, most)
         if not (self.may_share and self._length.shares and may_differ):
-            return StepDrafts(Drafting.BLOCK, block, rows=block, most=most)
+            return _own_rows(Drafting.BLOCK, block, 0, False, 0, block, most)
         drafting = sum(count > 1 for _, count in batch.rows)
         is_shared = drafting and self._left and not batch.guided
         share = len(batch.rows) + drafting * drafts if is_shared else 0

@@ -12,7 +12,7 @@ A grammar that cannot be followed is no error of the step, whose target may have
 to its end. That reply's rows may choose anything, and it fails when the step is read, unless it has ended by then.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
@@ -76,7 +76,7 @@ class StepMasks(Masks):
 
 
 def guide_step(
-    session: Session, batch: Batch, stays: list[Stay], pieces: list[Piece], under_way: list[Launched]
+    session: Session, batch: Batch, stays: list[Stay], pieces: list[Piece], under_way: Iterable[Launched]
 ) -> tuple[Batch, list[Guide], StepMasks | None]:
     """Makes the guides of a step and their masks, and its decoding slots with the rows that they verify by them.
 
@@ -93,6 +93,7 @@ def guide_step(
     guided = decoding + begun
     if not guided:
         return batch, [], None
+    under_way = list(under_way)  # those of now, whenever the masks are made
     counts = [min(batch.drafted[place], session.config.block_size - 1) for place in batch.guided]
     guides = [Guide(stay.slot, [], own=count) for stay, count in zip(decoding, counts, strict=True)]
     guides += [Guide(stay.slot, []) for stay in begun]

@@ -255,7 +255,7 @@ class Scheduler:
                 reading = [stay for stay, _ in pieces]
             if not pieces and (not batch.stays or self._may_all_have_ended(batch)):
                 return False
-            self._run(batch, pieces)
+            self._run(batch, reading, pieces)
         except Exception as error:
             for stay in [*batch.stays, *reading]:
                 self._fail(stay, error)
@@ -293,34 +293,23 @@ class Scheduler:
         room = self._session.prompt_room(like, [count for _, count in pieces])
         return divided(room, [stay for stay, _ in pieces]) if room > budget else pieces
 
-    def _run(self, batch: Batch, pieces: list[tuple[Stay, int]]) -> None:
-        last = [stay for stay, count in pieces if stay.launched + count == stay.prompt]
-        begin, slots = [stay for stay, _ in pieces], self._slots_computed(batch, last)
-        drafts = self._chooser.choose(batch, begin, last, self._prefilling, slots)
+    def _run(self, batch: Batch, reading: list[Stay], pieces: list[tuple[Stay, int]]) -> None:
+        """Runs a step of these decoding slots, and of pieces of the prompts that are read."""
+        last = [stay for stay, count in pieces if stay.launched + count == stay.prompt] if pieces else []
+        slots = self._slots_computed(batch, last)
+        drafts = self._chooser.choose(batch, reading, last, self._prefilling, slots)
         batch = batch if drafts.most is None else batch.cut(drafts.most)
         for stay, count in pieces:
             self._slots.look(stay, stay.launched + count)
-        calls = [piece_of(stay, count) for stay, count in pieces]
-        batch, guides, masks = guide_step(self._session, batch, begin, calls, list(self._launched))
-        step = Step(
-            decode=batch.rows,
-            pieces=calls,
-            drafting=drafts.drafting,
-            block=drafts.block,
-            sampled=batch.sampled,
-            penalized=batch.penalized,
-            guides=guides,
-            masks=masks,
-            logprobs=batch.logprobs,
-            pages=self._slots.table_changes,
-            window_pages=self._slots.window_changes,
-            tree=drafts.tree,
-            chances=drafts.shares,
-            share=drafts.share,
-            state_copies=self._slots.state_copies,
-        )
+        calls = [piece_of(stay, count) for stay, count in pieces] if pieces else []
+        batch, guides, masks = guide_step(self._session, batch, reading, calls, self._launched)
+        # Its fields by name, but not all in one call: that takes three times as long.
+        step = Step(batch.rows, calls, drafts.drafting, drafts.block, batch.sampled, self._slots.table_changes)
+        step.window_pages, step.state_copies = self._slots.window_changes, self._slots.state_copies
+        step.tree, step.chances, step.share = drafts.tree, drafts.shares, drafts.share
+        step.logprobs, step.penalized, step.guides, step.masks = batch.logprobs, batch.penalized, guides, masks
         if pieces:
-            add_needs(step, begin)
+            add_needs(step, reading)
         outcome = self._session.run(step)
         self._slots.begin_changes()
         self._chooser.note(drafts)
@@ -379,9 +368,10 @@ class Scheduler:
         wrote_drafter = launched.drafting is not Drafting.OFF
         if launched.batch.stays:
             self._settle(launched, committed, wrote_drafter, now)
-        for (stay, count), ids in zip(launched.pieces, committed[len(launched.batch.stays) :], strict=True):
-            if not stay.over:
-                self._settle_piece(stay, count, ids, launched, wrote_drafter, now)
+        if launched.pieces:
+            for (stay, count), ids in zip(launched.pieces, committed[len(launched.batch.stays) :], strict=True):
+                if not stay.over:
+                    self._settle_piece(stay, count, ids, launched, wrote_drafter, now)
         if launched.outcome.gains:  # of the drafts that it has made: behind what was accepted of those before
             self._draft_length.foresee(launched.outcome.gains)
         if launched.reports:

@@ -123,7 +123,7 @@ class Step:
     @property
     def reports(self) -> bool:
         """Whether its outcome has log-probabilities, of choices or of prompts."""
-        return self.logprobs or any(piece.next_ids for piece in self.pieces)
+        return self.logprobs or (bool(self.pieces) and any(piece.next_ids for piece in self.pieces))
 
 
 @dataclass(frozen=True)
