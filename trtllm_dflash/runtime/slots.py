@@ -99,6 +99,8 @@ class Slots:
             self.pages = self._linear
         self._paging = paging
         self._margin, self._ahead = margin, ahead
+        # Rows up to which the first pages are all that a step writes to, by their number.
+        self._enough = [*(pages * paging.rows - margin for pages in range(paging.width)), math.inf]
         self._checkpoints = checkpoints
         self.state_copies: list[tuple[int, int]] = []
         self.total = count
@@ -194,15 +196,13 @@ class Slots:
 
     def grow(self, stay: Stay) -> bool:
         """Gives a slot the pages that its next step may write to; False: no more are available."""
-        pages, lease, rows = self.pages, stay.lease, stay.rows
-        enough = self._enough(len(lease.nodes))
-        while rows > enough:
-            if not pages.available:
+        pages, lease, rows, enough = self.pages, stay.lease, stay.rows, self._enough
+        while rows > enough[len(lease.nodes)]:
+            if pages.used == pages.total:
                 return False
             place, page = pages.grow(lease)
             self.table_changes.append((stay.slot, place, page))
-            enough = self._enough(place + 1)
-        stay.enough = enough
+        stay.enough = enough[len(lease.nodes)]
         stay.watch()
         if pages.windows is not None:
             self.look(stay, rows)
@@ -247,11 +247,7 @@ class Slots:
             self.window_changes += [(stay.slot, place, windows.of(nodes[place].page)) for place in places]
 
     def _update(self, stay: Stay) -> None:
-        stay.enough = self._enough(len(stay.lease.nodes))
+        stay.enough = self._enough[len(stay.lease.nodes)]
         if self.pages.windows is not None:
-            stay.enough = min(stay.enough, self._enough(stay.lease.seen.stop))
+            stay.enough = min(stay.enough, self._enough[stay.lease.seen.stop])
         stay.watch()
-
-    def _enough(self, pages: int) -> float:
-        """Counts the rows up to which the first so many pages are all that a step writes to."""
-        return math.inf if pages == self._paging.width else pages * self._paging.rows - self._margin
