@@ -1,6 +1,7 @@
 """Counts of verified drafts, made when they are read: a step has no time for more than to note its numbers."""
 
 from collections import Counter, defaultdict, deque
+from struct import pack
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -47,8 +48,10 @@ class VerifiedDrafts:
                     by_drafts[drafts].append(count)
             by_drafts.pop(0, None)
             for drafts, every in by_drafts.items():
-                for count, sequences in Counter(every).items():
-                    self._counts[min(drafts, self._longest), count] += sequences
+                # All packed together: that is counted sooner than Python's integers, one by one.
+                found = np.bincount(np.frombuffer(pack(f"{len(every)}H", *every), np.uint16)).tolist()
+                key = min(drafts, self._longest)
+                self._counts.update({(key, count): sequences for count, sequences in enumerate(found) if sequences})
         return self._counts
 
 
