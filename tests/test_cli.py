@@ -226,7 +226,7 @@ def test_set_takes_structured_values_and_dashes(own_pair, tmp_path):
 
 def test_an_unknown_key_of_set_lists_those_that_there_are(own_pair, tmp_path):
     line = refusal("build", "--model", own_pair, "--output", tmp_path / "engine", "--set", "max_sequence=7")
-    assert "max-sequence: no such setting" in line
+    assert "--set max_sequence: no such setting" in line
     assert line.endswith(", ".join(name for name, field in BuildSettings.model_fields.items() if not field.exclude))
 
 
@@ -246,7 +246,8 @@ def test_an_unknown_key_of_set_lists_those_that_there_are(own_pair, tmp_path):
 )
 def test_an_assignment_that_cannot_be_read_is_refused(assignment, own_pair, tmp_path):
     line = refusal("build", "--model", own_pair, "--output", tmp_path / "engine", "--set", assignment)
-    assert f"--set {assignment}" in line or "--tp" in line or "no such setting" in line
+    name = assignment.partition("=")[0]
+    assert f"--set {assignment}" in line or f"--set {name}=" in line or f"--set {name}: no such setting" in line
     assert not (tmp_path / "engine").exists()
 
 

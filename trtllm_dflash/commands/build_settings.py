@@ -23,7 +23,9 @@ def build_settings(
     from trtllm_dflash.build.settings import BuildSettings
     from trtllm_dflash.build.values import merge_values
 
-    return validated(BuildSettings, merge_values(model, assignments, flags, planned))
+    values = merge_values(model, assignments, flags, planned)
+    assigned = {assignment.partition("=")[0].replace("-", "_") for assignment in assignments}
+    return validated(BuildSettings, values, assigned.difference(flags))
 
 
 def engine_folder(settings: "BuildSettings", output: Path | None) -> Path:
