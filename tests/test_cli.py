@@ -259,10 +259,10 @@ def test_an_assignment_that_cannot_be_read_is_refused(assignment, own_pair, tmp_
         (("--drafter-precision", "x"), "--drafter-precision x: Input should be 'fp8', 'nvfp4' or 'auto'"),
         (("--kv-memory", "1e300"), "--kv-memory 1e+300: Input should be less than or equal to 1000000000"),
         (("--kv-memory", "1e-300"), "--kv-memory 1e-300: Input should be greater than or equal to 0.000000001"),
-        (("--set", f"max_batch={10**20}"), f"--max-batch {10**20}: Input should be less than 2147483648"),
+        (("--set", f"max_batch={10**20}"), f"--set max_batch={10**20}: Input should be less than 2147483648"),
         (("--draft-window", 10**20), f"--draft-window {10**20}: Input should be less than 2147483648"),
         (("--draft-vocab", 10**20), f"--draft-vocab {10**20}: Input should be less than 2147483648"),
-        (("--set", "max_seq_len=1"), "--max-seq-len 1: Input should be greater than or equal to 2"),
+        (("--set", "max_seq_len=1"), "--set max_seq_len=1: Input should be greater than or equal to 2"),
     ],
 )
 def test_a_number_that_no_engine_can_have_is_refused(flags, reason, own_pair, tmp_path):

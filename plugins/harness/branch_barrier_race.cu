@@ -1,6 +1,6 @@
-// sanitizer: racecheck delta_net_(block|rows|solver)
+// sanitizer: racecheck delta_net_few(_rows|_solver)?
 //
-// The barriers of src/delta_net_block.cuh alone: all threads meet where two branches of the code have it, and one warp
+// The barriers of src/delta_net_few.cuh alone: all threads meet where two branches of the code have it, and one warp
 // waits for what the four others write before they arrive. By a word the arrivals are no barriers that those pass: if
 // they pass one more, by pairs of warps, nothing is reported. Ends with 0 if all numbers that were read are the
 // round's.

@@ -10,9 +10,11 @@
 // Before that S has become E_n S + sum of D_nj k_j u_j, of the pending rows of the step before that were accepted.
 //
 // Decays are multiplied, never divided: one of 0 is as good as any. One kernel prepares all that does not need the
-// state, for all value heads of a key head at once; meanwhile blocks of the other load their states, which absorb.
+// state, for all value heads of a key head at once; meanwhile blocks of the other load their states, which absorb. Of
+// few heads of 128 one kernel does all (delta_net_few.cuh).
 //
 // The value heads of one key head share the pending rows' keys. Who writes those is the last block that has read them.
+#include "delta_net_few.cuh"
 #include "delta_net_head.cuh"
 #include "delta_net_prompt.h"
 #include "delta_net_single.cuh"
@@ -24,6 +26,10 @@ namespace dflash
 {
 namespace
 {
+
+// Value heads of all segments up to which one kernel does all: with a slot, in a step, its code comes from memory, and
+// that of two kernels takes longer than what they save.
+constexpr int kFewHeads = 64;
 
 // Blocks of heads that begin while rows are still prepared: two for each multiprocessor of today's large GPUs.
 constexpr int kFirstBlocks = 264;
@@ -46,7 +52,8 @@ __device__ __forceinline__ int load_end(dflash_delta_net_params const& p, int in
     return index + 1 < p.segment_count ? load_new(p.segments + 4 * (index + 1) + 2) : p.rows;
 }
 
-// The next kernel begins behind this one's wait: it may read all that the kernels before this one wrote.
+// The next kernel begins behind this one's wait: before its own it may read all that the kernels before this one wrote,
+// and write where they read: states, values' windows, outputs.
 template <typename T, int kSize>
 __global__ void __launch_bounds__(delta::Preparation<T, kSize>::kThreads, 4) prepare_kernel(
     __grid_constant__ dflash_delta_net_params const p, delta::PreparedRows<kSize> const prepared, int heads)
@@ -97,6 +104,36 @@ __global__ void __launch_bounds__(delta::HeadRows<T, kSize>::kThreads, 2)
     }
 }
 
+// One cluster a value head and segment.
+template <typename T>
+__global__ void __cluster_dims__(delta::few::Division<T>::kSplits, 1, 1)
+    __launch_bounds__(delta::few::Division<T>::kThreads, 2)
+        few_heads_kernel(__grid_constant__ dflash_delta_net_params const p)
+{
+    trigger();
+    extern __shared__ float4 memory[];
+    delta::few::Place<T> const place(p);
+    delta::few::Shared<T> const shared(reinterpret_cast<float*>(memory));
+    delta::few::Block<T> const block{place, shared};
+    auto ahead = block.begin_ahead();
+    int const guess = delta::guess_slot(p, blockIdx.z);
+    wait();
+    wait_for_cluster(); // the other blocks can be sent to
+    int4 const segment = reinterpret_cast<int4 const*>(p.segments)[blockIdx.z];
+    int const end = load_end(p, blockIdx.z);
+    int const length = delta::load_length(p, segment, guess);
+    if (place.split == 0)
+    {
+        clear_padding<T, delta::few::kSize>(p, place.head, segment, end);
+    }
+    if (segment.w > 0)
+    {
+        delta::Segment const own = delta::Segment(p, segment, length).pending();
+        block.stage_first(own);
+        block.run(own, ahead);
+    }
+}
+
 // One block a value head and segment.
 template <typename T>
 __global__ void __launch_bounds__(delta::SingleRows<T>::kThreads, 2)
@@ -108,9 +145,7 @@ __global__ void __launch_bounds__(delta::SingleRows<T>::kThreads, 2)
     typename Single::OfHead const place(p, blockIdx.y * gridDim.x + blockIdx.x, blockIdx.y);
     Single const block{place, shared};
     auto const ahead = block.load_ahead();
-    // The slot of the block's segment as memory has it already: whoever writes it may not be done yet.
-    int const found = *static_cast<int const volatile*>(p.segments + 4 * blockIdx.z);
-    int const guess = min(max(found, 0), p.slots - 1);
+    int const guess = delta::guess_slot(p, blockIdx.z);
     block.prefetch_state(guess);
     wait();
     int4 const* const segments = reinterpret_cast<int4 const*>(p.segments) + blockIdx.z;
@@ -167,6 +202,16 @@ cudaError_t launch_delta_net(dflash_delta_net_params const& p, void* workspace, 
 }
 
 template <typename T>
+cudaError_t launch_few_heads(dflash_delta_net_params const& p, cudaStream_t stream)
+{
+    using D = delta::few::Division<T>;
+    constexpr int kBytes = delta::few::Shared<T>::kBytes;
+    cudaError_t const error = allow_shared_bytes<few_heads_kernel<T>>(kBytes);
+    dim3 const grid(p.value_heads / p.key_heads * D::kSplits, p.key_heads, p.segment_count);
+    return error == cudaSuccess ? launch_kernel(few_heads_kernel<T>, grid, D::kThreads, kBytes, stream, p) : error;
+}
+
+template <typename T>
 cudaError_t launch_single_rows(dflash_delta_net_params const& p, cudaStream_t stream)
 {
     dim3 const grid(p.value_heads / p.key_heads, p.key_heads, p.segment_count);
@@ -188,7 +233,12 @@ cudaError_t launch_of_size(dflash_delta_net_params const& p, void* workspace, cu
     case 32: return launch_delta_net<T, 32>(p, workspace, stream);
     case 64: return launch_delta_net<T, 64>(p, workspace, stream);
     case 128:
-        return has_single_rows(p) ? launch_single_rows<T>(p, stream) : launch_delta_net<T, 128>(p, workspace, stream);
+        if (has_single_rows(p))
+        {
+            return launch_single_rows<T>(p, stream);
+        }
+        return p.value_heads * p.segment_count <= kFewHeads ? launch_few_heads<T>(p, stream)
+                                                            : launch_delta_net<T, 128>(p, workspace, stream);
     default: return cudaErrorInvalidValue;
     }
 }

@@ -58,7 +58,7 @@ struct HeadRows
         __syncthreads();
     }
 
-    // Begins to copy the accepted rows' keys and writes, and what gates the outputs: a warp two rows, a lane one.
+    // Begins to copy the accepted rows' keys and writes, and what gates the outputs: a warp some rows, a lane one.
     __device__ __forceinline__ void stage_first() const
     {
         constexpr int kGateBytes = kSize * static_cast<int>(sizeof(T));
@@ -187,7 +187,7 @@ struct HeadRows
     {
         auto const right = [&](int rows, int tile)
         {
-            float const* const from = mix + (8 * rows + at.row) * Prepared::kMixStride + 8 * tile + 2 * at.column;
+            float const* const from = mix + (8 * rows + at.row) * kMixStride + 8 * tile + 2 * at.column;
             return RightParts(*reinterpret_cast<float2 const*>(from));
         };
         auto const left = [&](int tile) { return LeftParts(x[tile][0], x[tile][1], x[tile][2], x[tile][3]); };

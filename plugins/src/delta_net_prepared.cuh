@@ -14,15 +14,14 @@ namespace delta
 template <int kSize>
 struct PreparedRows
 {
-    static constexpr int kMixStride = kDeltaRows + 4; // rows apart begin in other banks
 
-    struct Keys
+    struct alignas(16) Keys // as bulk copies take it
     {
         uint32_t keys[SplitRows<kSize>::kWords];
         uint32_t queries[SplitRows<kSize>::kWords];
     };
 
-    struct Weights
+    struct alignas(16) Weights
     {
         float solved[kDeltaRows * kMixStride]; // (I + A)^-1 b
         float reads[kDeltaRows * kMixStride]; // D (q k)
@@ -62,10 +61,10 @@ struct Preparation
     static constexpr int kWarps = kThreads / 32;
     static constexpr int kMostSolving = 4; // warps
     static constexpr int kProducts = 8; // of keys and queries by keys
-    static constexpr int kMix = kDeltaRows * Prepared::kMixStride;
+    static constexpr int kMix = kDeltaRows * kMixStride;
     static_assert(2 * Chunk::kItems <= kThreads);
 
-    struct Shared
+    struct alignas(16) Shared
     {
         uint32_t keys[SplitRows<kSize>::kWords];
         uint32_t queries[SplitRows<kSize>::kWords];
@@ -156,14 +155,13 @@ struct Preparation
                 multiply_tf32(sums[2], high, right.x, right.y);
             }
         }
-        float* const to
-            = shared.products[half_of_keys][is_query] + at.row * Prepared::kMixStride + columns + 2 * at.column;
+        float* const to = shared.products[half_of_keys][is_query] + at.row * kMixStride + columns + 2 * at.column;
 #pragma unroll
         for (int below = 0; below < 2; ++below)
         {
             float const first = sums[0][2 * below] + sums[1][2 * below] + sums[2][2 * below];
             float const second = sums[0][2 * below + 1] + sums[1][2 * below + 1] + sums[2][2 * below + 1];
-            *reinterpret_cast<float2*>(to + below * 8 * Prepared::kMixStride) = {first, second};
+            *reinterpret_cast<float2*>(to + below * 8 * kMixStride) = {first, second};
         }
     }
 
@@ -177,7 +175,7 @@ struct Preparation
         for (int i = 0; i < kDeltaRows / 2; ++i)
         {
             int const row = chunk.first_weighed() + i;
-            int const at = row * Prepared::kMixStride + chunk.column;
+            int const at = row * kMixStride + chunk.column;
             lower[chunk.column * kDeltaRows + row]
                 = weights.shared[i] * (shared.products[0][0][at] + shared.products[1][0][at]);
             to.reads[at] = weights.left[i] * (shared.products[0][1][at] + shared.products[1][1][at]);
@@ -190,7 +188,7 @@ struct Preparation
 #pragma unroll
             for (int i = 0; i < kDeltaRows; ++i)
             {
-                to.solved[i * Prepared::kMixStride + lane] = inverse[i] * gates.share;
+                to.solved[i * kMixStride + lane] = inverse[i] * gates.share;
             }
         }
         __syncwarp(); // what lies between the rows has been read

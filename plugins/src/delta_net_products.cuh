@@ -128,7 +128,8 @@ struct FourParts
     }
 };
 
-// Heads of 16 rows in shared memory, two numbers side by side in parts: both high ones, then both low ones.
+// Heads of 16 rows, in shared memory or laid out so, two numbers side by side in parts: both high ones, then both low
+// ones.
 template <int kSize>
 struct SplitRows
 {
@@ -142,6 +143,17 @@ struct SplitRows
         uint4* const to = reinterpret_cast<uint4*>(words + row * kStride + 2 * first);
         to[0] = {x.at[0].high, x.at[1].high, x.at[0].low, x.at[1].low};
         to[1] = {x.at[2].high, x.at[3].high, x.at[2].low, x.at[3].low};
+    }
+
+    // Four numbers whole, where their parts will be: for the lane that stores those.
+    __device__ __forceinline__ void keep(int row, int first, float4 const& x) const
+    {
+        *reinterpret_cast<float4*>(words + row * kStride + 2 * first) = x;
+    }
+
+    __device__ __forceinline__ float4 kept(int row, int first) const
+    {
+        return *reinterpret_cast<float4 const*>(words + row * kStride + 2 * first);
     }
 
     __device__ __forceinline__ float4 load(int row, int first) const
@@ -224,9 +236,10 @@ struct StateTile
         return {x[0][2 * half], x[0][2 * half + 1], x[1][2 * half], x[1][2 * half + 1]};
     }
 
-    // Reads 16 rows' numbers out of it, [16 values, 16 rows]: those that keys read, and queries.
+    // Reads 16 rows' numbers out of it, whose keys it has from group `first` on, [16 values, 16 rows]: those that keys
+    // read, and queries.
     __device__ __forceinline__ void read(SplitRows<kSize> const& keys, SplitRows<kSize> const& queries,
-        TileNumbers& of_keys, TileNumbers& of_queries) const
+        TileNumbers& of_keys, TileNumbers& of_queries, int first = 0) const
     {
         DeltaLane const lane;
         float (*const all[4])[4] = {&of_keys[0], &of_keys[1], &of_queries[0], &of_queries[1]};
@@ -236,10 +249,10 @@ struct StateTile
 #pragma unroll
             for (int half = 0; half < 2; ++half)
             {
-                RightParts const right[4] = {RightParts(keys.pair(lane.row, group, half, lane.column)),
-                    RightParts(keys.pair(lane.row + 8, group, half, lane.column)),
-                    RightParts(queries.pair(lane.row, group, half, lane.column)),
-                    RightParts(queries.pair(lane.row + 8, group, half, lane.column))};
+                RightParts const right[4] = {RightParts(keys.pair(lane.row, first + group, half, lane.column)),
+                    RightParts(keys.pair(lane.row + 8, first + group, half, lane.column)),
+                    RightParts(queries.pair(lane.row, first + group, half, lane.column)),
+                    RightParts(queries.pair(lane.row + 8, first + group, half, lane.column))};
                 add_products(all, left(group, half), right);
             }
         }

@@ -1,6 +1,6 @@
-// Gated delta nets of prompts: all rows of a segment but those that stay pending, which dflash_delta_net's other kernel
-// then takes as a segment of their own. What is known of chunks without the state, by blocks of all of them; the
-// states, chunk after chunk; and outputs.
+// Gated delta nets of prompts: all rows of a segment but those that stay pending, which dflash_delta_net's other
+// kernels then take. What is known of chunks without the state, by blocks of all of them; the states, chunk after
+// chunk; and outputs.
 #include "delta_net_prompt.h"
 #include "delta_net_prompt_states.cuh"
 #include "launch.cuh"

@@ -112,15 +112,14 @@ struct PromptRows
     static constexpr int kOthers = kPromptThreads - 32 * kHeads; // threads
     static constexpr int kValueStride = kHeads * kSize;
 
-    using Chunk = ChunkRows<T, kSize>;
-
     static constexpr int kStride = 2 * kSize + 4; // of a row: rows apart begin in other banks
+    using Chunk = ChunkRows<T, kSize>;
 
     struct Shared
     {
         float rows[kDeltaRows * kStride]; // queries and keys
         float values[kDeltaRows * kValueStride];
-        float products[2][kDeltaRows * Chunk::kMixStride]; // k k, then q k
+        float products[2][kDeltaRows * kMixStride]; // k k, then q k
         float lower[kHeads][kMixNumbers]; // A transposed
         float solved[kHeads][2][kMixNumbers]; // (I + A)^-1 b, and that with E
     };
@@ -163,35 +162,30 @@ struct PromptRows
     // A thread two rows' products.
     __device__ __forceinline__ void multiply_keys() const
     {
-#pragma unroll 1
-        for (int item = threadIdx.x; item < kMixNumbers; item += blockDim.x)
-        {
-            int const row = item / kDeltaRows;
-            float4 const* const queries = reinterpret_cast<float4 const*>(shared.rows + row * kStride);
-            float4 const* const keys = queries + kSize / 4;
-            float4 const* const others
-                = reinterpret_cast<float4 const*>(shared.rows + item % kDeltaRows * kStride + kSize);
-            float sums[2][4] = {};
+        static_assert(kPromptThreads == kMixNumbers);
+        int const row = threadIdx.x / kDeltaRows;
+        float4 const* const queries = reinterpret_cast<float4 const*>(shared.rows + row * kStride);
+        float4 const* const keys = queries + kSize / 4;
+        float4 const* const others = reinterpret_cast<float4 const*>(shared.rows + chunk.column * kStride + kSize);
+        float sums[2][4] = {};
 #pragma unroll 4
-            for (int i = 0; i < kSize / 4; ++i)
-            {
-                float4 const y = others[i];
-                float4 const both[2] = {keys[i], queries[i]};
-#pragma unroll
-                for (int j = 0; j < 2; ++j)
-                {
-                    sums[j][0] = fmaf(both[j].x, y.x, sums[j][0]);
-                    sums[j][1] = fmaf(both[j].y, y.y, sums[j][1]);
-                    sums[j][2] = fmaf(both[j].z, y.z, sums[j][2]);
-                    sums[j][3] = fmaf(both[j].w, y.w, sums[j][3]);
-                }
-            }
+        for (int i = 0; i < kSize / 4; ++i)
+        {
+            float4 const y = others[i];
+            float4 const both[2] = {keys[i], queries[i]};
 #pragma unroll
             for (int j = 0; j < 2; ++j)
             {
-                shared.products[j][row * Chunk::kMixStride + item % kDeltaRows]
-                    = (sums[j][0] + sums[j][1]) + (sums[j][2] + sums[j][3]);
+                sums[j][0] = fmaf(both[j].x, y.x, sums[j][0]);
+                sums[j][1] = fmaf(both[j].y, y.y, sums[j][1]);
+                sums[j][2] = fmaf(both[j].z, y.z, sums[j][2]);
+                sums[j][3] = fmaf(both[j].w, y.w, sums[j][3]);
             }
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+        {
+            shared.products[j][row * kMixStride + chunk.column] = (sums[j][0] + sums[j][1]) + (sums[j][2] + sums[j][3]);
         }
     }
 
@@ -240,7 +234,7 @@ struct PromptRows
         for (int i = 0; i < kDeltaRows / 2; ++i)
         {
             int const row = chunk.first_weighed() + i;
-            int const at = row * Chunk::kMixStride + chunk.column;
+            int const at = row * kMixStride + chunk.column;
             lower[chunk.column * kDeltaRows + row] = weights.shared[i] * shared.products[0][at];
             mix[row * kDeltaRows + chunk.column] = weights.left[i] * shared.products[1][at];
         }

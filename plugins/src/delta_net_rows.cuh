@@ -10,6 +10,7 @@ namespace delta
 {
 
 constexpr int kMixNumbers = kDeltaRows * kDeltaRows;
+constexpr int kMixStride = kDeltaRows + 4; // where rows apart begin in other banks
 constexpr float kLengthEps = 1e-6f; // of keys and queries
 
 // Without what numbers below 2^-126 would take: exp(-x) of a large x is 0, of a small one infinite.
@@ -75,7 +76,6 @@ __device__ __forceinline__ float product_behind(float x)
 template <typename T, int kSize>
 struct ChunkRows
 {
-    static constexpr int kMixStride = kDeltaRows + 4; // of 16 x 16 numbers: rows apart begin in other banks
     static constexpr int kLane = 4; // channels of a thread
     static constexpr int kLanes = kSize / kLane; // threads of a head's row
     static constexpr int kRows = 4; // of a thread
@@ -146,6 +146,7 @@ struct ChunkRows
         Four at[kBefore + kRows];
     };
 
+    // Past the L1 cache: a kernel that has not waited yet may find there what was before.
     __device__ __forceinline__ Inputs load(Place const& place) const
     {
         Inputs inputs;
@@ -153,7 +154,7 @@ struct ChunkRows
         int const last = count - 1 - place.row; // past it that one again
         char const* const rows = reinterpret_cast<char const*>(
             static_cast<T const*>(p.x) + (segment.first_row + begin) * p.x_row_stride + place.channel);
-        char const* const before = reinterpret_cast<char const*>(window(segment.accepted + begin) + place.channel);
+        char const* const before = reinterpret_cast<char const*>(window(segment.window + begin) + place.channel);
         int const row_bytes = static_cast<int>(p.x_row_stride * sizeof(T));
         int const window_bytes = channels() * static_cast<int>(sizeof(T));
 #pragma unroll
@@ -164,7 +165,7 @@ struct ChunkRows
             {
                 from = before + int64_t{i} * window_bytes;
             }
-            inputs.at[i] = load_vector<T, kLane>(reinterpret_cast<T const*>(from));
+            inputs.at[i] = load_new(reinterpret_cast<Four const*>(from));
         }
 #pragma unroll
         for (int i = 0; i < kBefore; ++i)

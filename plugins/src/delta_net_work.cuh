@@ -41,7 +41,9 @@ struct Segment
     int first_row; // among all rows
     int count;
     int absorbed; // rows that the state absorbs at once; those behind them stay beside it
-    int accepted; // pending rows of the step before that the state absorbs first; so many rows of the window are past
+    int accepted; // pending rows of the step before that the state absorbs first
+    int window; // the row of the window that the first row's convolution sees first
+    int before; // rows in front of the first one that are the sequence's, too
     bool begins; // at position 0: there is nothing before
     bool is_zero; // the state: what lies there is another sequence's
 
@@ -52,6 +54,8 @@ struct Segment
         , count(segment.w)
         , absorbed(count_absorbed(p, segment))
         , accepted(count_accepted(segment.y, length, p.pending))
+        , window(accepted)
+        , before(0)
         , begins(segment.y == 0)
         , is_zero(begins || length == 0)
     {
@@ -65,6 +69,7 @@ struct Segment
         segment.count -= absorbed;
         segment.absorbed = 0;
         segment.accepted = absorbed > 0 ? 0 : accepted;
+        segment.before = absorbed;
         segment.is_zero = is_zero && absorbed == 0;
         return segment;
     }
@@ -80,6 +85,13 @@ __device__ __forceinline__ int load_length(dflash_delta_net_params const& p, int
         length = load_new(p.lengths + segment.x);
     }
     return length;
+}
+
+// The slot of a segment as memory has it already: whoever writes it may not be done yet.
+__device__ __forceinline__ int guess_slot(dflash_delta_net_params const& p, int index)
+{
+    int const slot = *static_cast<int const volatile*>(p.segments + 4 * index);
+    return min(max(slot, 0), p.slots - 1);
 }
 
 // Where a value head's numbers lie in memory.

@@ -125,8 +125,10 @@ __device__ __forceinline__ Vector<T, N> load_vector(T const* from)
 template <typename T>
 __device__ __forceinline__ T load_new(T const* from)
 {
-    static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 16);
-    using Bits = std::conditional_t<sizeof(T) == 2, unsigned short, std::conditional_t<sizeof(T) == 4, unsigned, uint4>>;
+    static_assert(sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8 || sizeof(T) == 16);
+    using OfFew = std::conditional_t<sizeof(T) == 2, unsigned short, unsigned>;
+    using OfMore = std::conditional_t<sizeof(T) == 8, uint2, uint4>;
+    using Bits = std::conditional_t<sizeof(T) <= 4, OfFew, OfMore>;
     Bits const bits = __ldcg(reinterpret_cast<Bits const*>(from));
     return reinterpret_cast<T const&>(bits);
 }

@@ -8,7 +8,8 @@
 namespace dflash
 {
 
-// The next kernel may be put in place beside this one, and read what no kernel of the step writes: weights.
+// The next kernel may be put in place beside this one, and read what no kernel of the step writes: weights. Where this
+// comes behind `wait`, it may also read, past the L1 cache, and write what the kernels before this one did.
 __device__ __forceinline__ void trigger()
 {
     asm volatile("griddepcontrol.launch_dependents;");
