@@ -17,11 +17,14 @@ from trtllm_dflash.ops.delta_states import part_shapes
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 LAYER = DeltaLayer("net.", key_heads=2, value_heads=6, key_size=128, value_size=128, kernel=4, norm_eps=1e-6)
-#: Heads as in Qwen3.5-27B (3 values a key), 35B-A3B (2) and 122B-A10B (4), and small ones.
+#: With two slots so many value heads that their rows are prepared once for all of a key head's.
+MANY = replace(LAYER, key_heads=16, value_heads=48)
+#: Heads as in Qwen3.5-27B (3 values a key), 35B-A3B (2) and 122B-A10B (4), few and many, and small ones.
 LAYERS = [
     LAYER,
     replace(LAYER, value_heads=4),
     replace(LAYER, value_heads=8),
+    replace(LAYER, key_heads=6, value_heads=24),
     replace(LAYER, key_size=64, value_size=64),
     replace(LAYER, key_heads=3, value_heads=3, key_size=32, value_size=32),
     replace(LAYER, key_size=16, value_size=16),
@@ -309,7 +312,7 @@ def test_single_rows_that_join_can_be_repeated():
     assert torch.equal(slots.launch(rows, segments), slots.launch(rows, segments))
 
 
-@pytest.mark.parametrize("heads", [(1, 5), (2, 2), (2, 8)], ids=str)
+@pytest.mark.parametrize("heads", [(1, 5), (2, 2), (2, 8), (4, 16)], ids=str)
 def test_long_prompts_equal_float64(heads):
     """Of more chunks than are taken together, beside other prompts and blocks; then further pieces of them."""
     key_heads, value_heads = heads
@@ -354,8 +357,9 @@ def test_captured_prompts_give_the_same_bits_in_turns(counts):
         assert torch.equal(out, expected[turn % 2][0]) and torch.equal(state, expected[turn % 2][1]), turn
 
 
-def test_a_step_that_is_repeated_gives_the_same_bits():
-    slots = Slots(LAYER, torch.bfloat16, 2)
+@pytest.mark.parametrize("layer", [LAYER, MANY], ids=["few", "many"])
+def test_a_step_that_is_repeated_gives_the_same_bits(layer):
+    slots = Slots(layer, torch.bfloat16, 2)
     slots.step([16, 40])
     slots.keep(0, 11)
     slots.keep(1, 40)
@@ -364,8 +368,9 @@ def test_a_step_that_is_repeated_gives_the_same_bits():
     assert torch.equal(slots.launch(rows, segments), once)
 
 
-def test_slots_that_take_no_part_keep_every_bit():
-    slots = Slots(LAYER, torch.bfloat16, 2)
+@pytest.mark.parametrize("layer", [LAYER, MANY], ids=["few", "many"])
+def test_slots_that_take_no_part_keep_every_bit(layer):
+    slots = Slots(layer, torch.bfloat16, 2)
     slots.step([30, 16])
     before = {name: tensor[1].clone() for name, tensor in slots.states.tensors.items()}
     slots.keep(0, 30)
