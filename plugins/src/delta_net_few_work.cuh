@@ -114,8 +114,7 @@ struct Shared
     T* raw; // [3 + 16, queries, keys, values] before the convolution
     float* values; // [16, kValues]: v, then what the state has not of it
     float* writes; // [16, kValues]: U, and before it the pending rows'
-    float* parts; // [kParts, keys' and queries', 16, kValues]: of what rows read; before them the pending rows' keys,
-                  // of warps that have all: [8 pairs of rows, kSize, both high parts and both low ones]
+    float* parts; // [kParts, keys' and queries', 16, kValues]: of what rows read; before them the pending rows' keys
     float* products; // [2 halves of the keys, k k and q k, 16, 16]
     float* lower; // [16, 16]: A transposed
     float* reads; // [16, 16]: D (q k)
@@ -126,7 +125,7 @@ struct Shared
     float* pending_behind; // what is left of a row behind the last
     float* pending_kept; // [1], of the state behind the pending rows
     int* is_last; // [1]
-    float* squares; // [kSplits, 16]: sums over a block's values; of warps that have all keys: [kWarps, 16]
+    float* squares; // [kSplits, 16]: sums over a block's values
     uint32_t squares_barrier;
 
     static constexpr int kRawBytes = (kBefore + kDeltaRows) * kRawStride * static_cast<int>(sizeof(T));
