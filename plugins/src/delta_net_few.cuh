@@ -178,20 +178,10 @@ struct Block
         }
     }
 
-    // Counts this block among those that have read what a key head's value heads share: a count that the last of them
-    // leaves at 0. Relaxed: nothing was written, and what was read has come, for it lies in shared memory. By a warp
-    // that does not wait for the number before it has solved.
+    // By a warp that does not wait for the number before it has solved.
     __device__ __forceinline__ uint32_t count_reader(Segment const& segment) const
     {
-        uint32_t before = 0;
-        if (lane == 0)
-        {
-            asm volatile("atom.global.relaxed.gpu.inc.u32 %0, [%1], %2;"
-                : "=r"(before)
-                : "l"(place.counter(segment.slot)), "r"(place.readers() - 1)
-                : "memory");
-        }
-        return before;
+        return lane == 0 ? delta::count_reader(place.counter(segment.slot), gridDim.x - 1) : 0;
     }
 
     // By the same warp: says whether this block is the last.
@@ -199,7 +189,7 @@ struct Block
     {
         if (lane == 0)
         {
-            *shared.is_last = before == place.readers() - 1;
+            *shared.is_last = before == gridDim.x - 1;
         }
     }
 

@@ -208,39 +208,12 @@ struct Rows
     // Multiplies keys and queries by keys. By items of 8 columns of one of both, over half of the numbers.
     __device__ __forceinline__ void multiply_keys() const
     {
-        DeltaLane const at;
         for (int item = warp; item < 8; item += D::kWarps)
         {
-            int const columns = item % 2;
+            int const columns = item % 2 * 8;
             bool const is_query = item / 2 % 2;
-            int const half_of_keys = item / 4;
-            SplitRows<kSize> const left = shared.rows(is_query);
-            float sums[3][4] = {}; // each of one of the three products
-#pragma unroll 1
-            for (int group = half_of_keys; group < kSize / 16; group += 2)
-            {
-#pragma unroll
-                for (int half = 0; half < 2; ++half)
-                {
-                    uint4 const above = left.pair(at.row, group, half, at.column);
-                    uint4 const below = left.pair(at.row + 8, group, half, at.column);
-                    uint4 const right = shared.keys.pair(8 * columns + at.row, group, half, at.column);
-                    uint32_t const high[4] = {above.x, below.x, above.y, below.y};
-                    uint32_t const low[4] = {above.z, below.z, above.w, below.w};
-                    multiply_tf32(sums[0], low, right.x, right.y);
-                    multiply_tf32(sums[1], high, right.z, right.w);
-                    multiply_tf32(sums[2], high, right.x, right.y);
-                }
-            }
-            float* const to = shared.products + (2 * half_of_keys + is_query) * S::kMix + at.row * kMixStride
-                + 8 * columns + 2 * at.column;
-#pragma unroll
-            for (int below = 0; below < 2; ++below)
-            {
-                float const first = sums[0][2 * below] + sums[1][2 * below] + sums[2][2 * below];
-                float const second = sums[0][2 * below + 1] + sums[1][2 * below + 1] + sums[2][2 * below + 1];
-                *reinterpret_cast<float2*>(to + below * 8 * kMixStride) = {first, second};
-            }
+            float* const to = shared.products + (item / 4 * 2 + is_query) * S::kMix + columns;
+            multiply_rows<kSize, 1>(shared.rows(is_query), shared.keys, columns, item / 4, to, kMixStride);
         }
     }
 

@@ -65,12 +65,6 @@ struct Place : delta::Place<T, kSize>
     {
     }
 
-    // Blocks that read what a key head's value heads share.
-    __device__ __forceinline__ static uint32_t readers()
-    {
-        return gridDim.x;
-    }
-
     __device__ __forceinline__ int first_value() const
     {
         return OfHead::first_value() + split * D::kValues;

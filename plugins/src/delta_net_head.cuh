@@ -117,16 +117,7 @@ struct HeadRows
     __device__ __forceinline__ void multiply_pending_decays() const
     {
         float const decay = lane < segment.accepted ? load_new(place.decay(segment.slot, lane)) : 1.f;
-        float const behind = product_behind(decay);
-        float const kept = product_to(decay);
-        if (lane < kDeltaRows)
-        {
-            shared.pending_behind[lane] = behind;
-        }
-        if (lane == kDeltaRows - 1)
-        {
-            shared.pending_kept = kept;
-        }
+        multiply_pending(decay, shared.pending_behind, shared.pending_kept);
     }
 
     // What the warp's values write of pending rows from `begin` on, by what is left of each row.
@@ -157,19 +148,6 @@ struct HeadRows
     __device__ __forceinline__ SplitRows<kSize> queries() const
     {
         return {shared.rows.queries};
-    }
-
-    // Counts this block among those that have read what a key head's value heads share: a count that the last of them
-    // leaves at 0. Relaxed: nothing was written, and what was read has come, for it lies in shared memory.
-    __device__ __forceinline__ void count_reader() const
-    {
-        uint32_t const others = gridDim.x - 1; // a key head's value heads are side by side
-        uint32_t before = 0;
-        asm volatile("atom.global.relaxed.gpu.inc.u32 %0, [%1], %2;"
-            : "=r"(before)
-            : "l"(place.counter(segment.slot)), "r"(others)
-            : "memory");
-        shared.is_last = before == others;
     }
 
     __device__ __forceinline__ int row(int i, int j) const
@@ -334,7 +312,7 @@ struct HeadRows
     }
 
     // Convolves the head's values, once what was before them may be written over.
-    __device__ __forceinline__ void convolve(Chunk const& chunk, typename Chunk::Place const& channels,
+    __device__ __forceinline__ void convolve(Chunk const& chunk, typename Chunk::Item const& channels,
         typename Chunk::Taps const& taps, typename Chunk::Inputs const& inputs) const
     {
         chunk.keep(channels, inputs);
@@ -350,7 +328,7 @@ struct HeadRows
     __device__ __forceinline__ void run(Prepared const& prepared, Chunk const& chunk, int head, bool is_first) const
     {
         bool const convolves = threadIdx.x < Chunk::kItems;
-        auto const channels = Chunk::place_of(place.p, place.key_head, gridDim.x,
+        auto const channels = Chunk::item_of(place.p, place.key_head, gridDim.x,
             (2 + head) * Chunk::kItems + static_cast<int>(threadIdx.x % Chunk::kItems));
         typename Chunk::Taps taps = {};
         typename Chunk::Inputs inputs = {};
@@ -391,7 +369,8 @@ struct HeadRows
         wait_for_phase(barrier, 0);
         if (threadIdx.x == 0)
         {
-            count_reader();
+            uint32_t const others = gridDim.x - 1; // a key head's value heads are side by side
+            shared.is_last = count_reader(place.counter(segment.slot), others) == others;
         }
         if (segment.accepted > 0)
         {

@@ -75,7 +75,7 @@ struct Preparation
     // What does not wait for the kernels before this one: which numbers a thread convolves, and by which weights.
     struct Ahead
     {
-        typename Chunk::Place place;
+        typename Chunk::Item item;
         typename Chunk::Taps taps;
     };
 
@@ -89,9 +89,9 @@ struct Preparation
 
     __device__ __forceinline__ static Ahead load_ahead(dflash_delta_net_params const& p, int key_head, int heads)
     {
-        int const item = min(static_cast<int>(threadIdx.x), 2 * Chunk::kItems - 1);
-        auto const place = Chunk::place_of(p, key_head, heads, item);
-        return {place, Chunk::load_taps(p, place)};
+        int const index = min(static_cast<int>(threadIdx.x), 2 * Chunk::kItems - 1);
+        auto const item = Chunk::item_of(p, key_head, heads, index);
+        return {item, Chunk::load_taps(p, item)};
     }
 
     __device__ __forceinline__ typename Prepared::Weights& of_head(int head) const
@@ -106,25 +106,25 @@ struct Preparation
 
     __device__ __forceinline__ void prepare_keys(Ahead const& ahead) const
     {
-        auto const& place = ahead.place;
-        auto const inputs = chunk.load(place);
+        auto const& item = ahead.item;
+        auto const inputs = chunk.load(item);
         __syncthreads(); // all have been loaded
         bool const is_there = threadIdx.x < 2 * Chunk::kItems;
         if (is_there)
         {
-            chunk.keep(place, inputs);
+            chunk.keep(item, inputs);
         }
         auto& kept = prepared.of_keys(index, chunk.key_head);
         SplitRows<kSize> const to[2]
-            = {{place.head == 0 ? shared.queries : shared.keys}, {place.head == 0 ? kept.queries : kept.keys}};
+            = {{item.head == 0 ? shared.queries : shared.keys}, {item.head == 0 ? kept.queries : kept.keys}};
 #pragma unroll
         for (int i = 0; i < Chunk::kRows; ++i)
         {
-            FourParts const parts(Chunk::normed(place, chunk.convolve(place, ahead.taps, inputs, i)));
+            FourParts const parts(Chunk::normed(item, chunk.convolve(item, ahead.taps, inputs, i)));
             if (is_there)
             {
-                to[0].store(place.row + i, place.number, parts);
-                to[1].store(place.row + i, place.number, parts);
+                to[0].store(item.row + i, item.number, parts);
+                to[1].store(item.row + i, item.number, parts);
             }
         }
     }
@@ -132,37 +132,11 @@ struct Preparation
     // Multiplies keys and queries by keys: an item is 8 columns of one of both, over half of the numbers.
     __device__ __forceinline__ void multiply_keys(int item) const
     {
-        DeltaLane const at;
         int const columns = item % 2 * 8;
         bool const is_query = item / 2 % 2;
-        int const half_of_keys = item / 4;
-        SplitRows<kSize> const keys{shared.keys};
         SplitRows<kSize> const left{is_query ? shared.queries : shared.keys};
-        float sums[3][4] = {}; // each of one of the three products
-#pragma unroll 2
-        for (int group = half_of_keys; group < kSize / 16; group += 2)
-        {
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-            {
-                uint4 const above = left.pair(at.row, group, half, at.column);
-                uint4 const below = left.pair(at.row + 8, group, half, at.column);
-                uint4 const right = keys.pair(columns + at.row, group, half, at.column);
-                uint32_t const high[4] = {above.x, below.x, above.y, below.y};
-                uint32_t const low[4] = {above.z, below.z, above.w, below.w};
-                multiply_tf32(sums[0], low, right.x, right.y);
-                multiply_tf32(sums[1], high, right.z, right.w);
-                multiply_tf32(sums[2], high, right.x, right.y);
-            }
-        }
-        float* const to = shared.products[half_of_keys][is_query] + at.row * kMixStride + columns + 2 * at.column;
-#pragma unroll
-        for (int below = 0; below < 2; ++below)
-        {
-            float const first = sums[0][2 * below] + sums[1][2 * below] + sums[2][2 * below];
-            float const second = sums[0][2 * below + 1] + sums[1][2 * below + 1] + sums[2][2 * below + 1];
-            *reinterpret_cast<float2*>(to + below * 8 * kMixStride) = {first, second};
-        }
+        float* const to = shared.products[item / 4][is_query] + columns;
+        multiply_rows<kSize, 2>(left, {shared.keys}, columns, item / 4, to, kMixStride);
     }
 
     // By a warp: what lies between a value head's rows, and the inverse.

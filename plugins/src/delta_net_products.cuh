@@ -176,6 +176,38 @@ private:
     }
 };
 
+// Multiplies 16 rows by 8 keys, over the groups of 16 numbers from `first` on, every other one: to [16, 8].
+template <int kSize, int kUnrolled>
+__device__ __forceinline__ void multiply_rows(
+    SplitRows<kSize> const& left, SplitRows<kSize> const& keys, int first_key, int first, float* to, int stride)
+{
+    DeltaLane const at;
+    float sums[3][4] = {}; // each of one of the three products
+#pragma unroll kUnrolled
+    for (int group = first; group < kSize / 16; group += 2)
+    {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+        {
+            uint4 const above = left.pair(at.row, group, half, at.column);
+            uint4 const below = left.pair(at.row + 8, group, half, at.column);
+            uint4 const right = keys.pair(first_key + at.row, group, half, at.column);
+            uint32_t const high[4] = {above.x, below.x, above.y, below.y};
+            uint32_t const low[4] = {above.z, below.z, above.w, below.w};
+            multiply_tf32(sums[0], low, right.x, right.y);
+            multiply_tf32(sums[1], high, right.z, right.w);
+            multiply_tf32(sums[2], high, right.x, right.y);
+        }
+    }
+#pragma unroll
+    for (int below = 0; below < 2; ++below)
+    {
+        float const one = sums[0][2 * below] + sums[1][2 * below] + sums[2][2 * below];
+        float const other = sums[0][2 * below + 1] + sums[1][2 * below + 1] + sums[2][2 * below + 1];
+        *reinterpret_cast<float2*>(to + (at.row + 8 * below) * stride + 2 * at.column) = {one, other};
+    }
+}
+
 // The state of 16 values and kKeys keys, transposed, of which lane (g, t) has rows g and g + 8: of each group of 16
 // keys numbers 4 t to 4 t + 3.
 template <int kSize, int kKeys>

@@ -140,7 +140,7 @@ struct PromptRows
         for (int index = (head == 0 ? 0 : 2 + head) * Chunk::kItems + threadIdx.x; index - lane < end;
             index += kPromptThreads)
         {
-            auto const item = Chunk::place_of(p, chunk.key_head, p.value_heads / p.key_heads, min(index, end - 1));
+            auto const item = Chunk::item_of(p, chunk.key_head, p.value_heads / p.key_heads, min(index, end - 1));
             auto const taps = Chunk::load_taps(p, item);
             auto const inputs = chunk.load(item);
             bool const is_key = item.head < 2;

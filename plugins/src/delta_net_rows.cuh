@@ -73,6 +73,22 @@ __device__ __forceinline__ float product_behind(float x)
     return x;
 }
 
+// By a warp whose lanes have the pending rows' decays: what is left of each row behind the last [16], and of the state.
+__device__ __forceinline__ void multiply_pending(float decay, float* behind_last, float& of_state)
+{
+    int const lane = threadIdx.x % 32;
+    float const behind = product_behind(decay);
+    float const kept = product_to(decay);
+    if (lane < kDeltaRows)
+    {
+        behind_last[lane] = behind;
+    }
+    if (lane == kDeltaRows - 1)
+    {
+        of_state = kept;
+    }
+}
+
 template <typename T, int kSize>
 struct ChunkRows
 {
@@ -90,18 +106,13 @@ struct ChunkRows
     int const lane = threadIdx.x % 32;
     int const column = threadIdx.x % kDeltaRows;
 
-    __device__ __forceinline__ int channels() const
-    {
-        return (2 * p.key_heads + p.value_heads) * kSize;
-    }
-
     __device__ __forceinline__ T* window(int at) const
     {
-        return static_cast<T*>(p.window) + (int64_t{segment.slot} * (kBefore + p.pending) + at) * channels();
+        return window_row<T, kSize>(p, segment.slot, at);
     }
 
     // Which four channels of which four rows a thread has.
-    struct Place
+    struct Item
     {
         int head; // of the key head: its queries, its keys, then its value heads
         int row;
@@ -109,17 +120,16 @@ struct ChunkRows
         int channel;
     };
 
-    __device__ __forceinline__ static Place place_of(
-        dflash_delta_net_params const& p, int key_head, int heads, int index)
+    __device__ __forceinline__ static Item item_of(dflash_delta_net_params const& p, int key_head, int heads, int index)
     {
-        Place place;
-        place.head = index / kItems;
-        place.row = index / kLanes % (kDeltaRows / kRows) * kRows;
-        place.number = index % kLanes * kLane;
+        Item item;
+        item.head = index / kItems;
+        item.row = index / kLanes % (kDeltaRows / kRows) * kRows;
+        item.number = index % kLanes * kLane;
         int const values = 2 * p.key_heads + key_head * heads - 2;
-        int const head = place.head == 0 ? key_head : place.head == 1 ? p.key_heads + key_head : values + place.head;
-        place.channel = head * kSize + place.number;
-        return place;
+        int const head = item.head == 0 ? key_head : item.head == 1 ? p.key_heads + key_head : values + item.head;
+        item.channel = head * kSize + item.number;
+        return item;
     }
 
     // The convolution's weights of four channels.
@@ -128,13 +138,13 @@ struct ChunkRows
         Vector<T, kTaps> at[kLane];
     };
 
-    __device__ __forceinline__ static Taps load_taps(dflash_delta_net_params const& p, Place const& place)
+    __device__ __forceinline__ static Taps load_taps(dflash_delta_net_params const& p, Item const& item)
     {
         Taps taps;
 #pragma unroll
         for (int i = 0; i < kLane; ++i)
         {
-            T const* const from = static_cast<T const*>(p.conv) + int64_t{place.channel} * kTaps;
+            T const* const from = static_cast<T const*>(p.conv) + int64_t{item.channel} * kTaps;
             taps.at[i] = load_vector<T, kTaps>(from + i * kTaps);
         }
         return taps;
@@ -147,16 +157,16 @@ struct ChunkRows
     };
 
     // Past the L1 cache: a kernel that has not waited yet may find there what was before.
-    __device__ __forceinline__ Inputs load(Place const& place) const
+    __device__ __forceinline__ Inputs load(Item const& item) const
     {
         Inputs inputs;
-        int const begin = first + place.row; // of the segment's rows
-        int const last = count - 1 - place.row; // past it that one again
+        int const begin = first + item.row; // of the segment's rows
+        int const last = count - 1 - item.row; // past it that one again
         char const* const rows = reinterpret_cast<char const*>(
-            static_cast<T const*>(p.x) + (segment.first_row + begin) * p.x_row_stride + place.channel);
-        char const* const before = reinterpret_cast<char const*>(window(segment.window + begin) + place.channel);
+            static_cast<T const*>(p.x) + (segment.first_row + begin) * p.x_row_stride + item.channel);
+        char const* const before = reinterpret_cast<char const*>(window(segment.window + begin) + item.channel);
         int const row_bytes = static_cast<int>(p.x_row_stride * sizeof(T));
-        int const window_bytes = channels() * static_cast<int>(sizeof(T));
+        int const window_bytes = channels_of<kSize>(p) * static_cast<int>(sizeof(T));
 #pragma unroll
         for (int i = 0; i < kBefore + kRows; ++i)
         {
@@ -179,12 +189,12 @@ struct ChunkRows
     }
 
     // What the next step's convolution sees, where what this one's saw lay; all of that must have been loaded.
-    __device__ __forceinline__ void keep(Place const& place, Inputs const& inputs) const
+    __device__ __forceinline__ void keep(Item const& item, Inputs const& inputs) const
     {
-        char* const to = reinterpret_cast<char*>(window(place.row) + place.channel);
-        int const window_bytes = channels() * static_cast<int>(sizeof(T));
-        int const begin = place.row == 0 ? 0 : kBefore; // the first ones have those before them
-        int const end = kBefore + count - place.row;
+        char* const to = reinterpret_cast<char*>(window(item.row) + item.channel);
+        int const window_bytes = channels_of<kSize>(p) * static_cast<int>(sizeof(T));
+        int const begin = item.row == 0 ? 0 : kBefore; // the first ones have those before them
+        int const end = kBefore + count - item.row;
 #pragma unroll
         for (int i = 0; i < kBefore + kRows; ++i)
         {
@@ -199,10 +209,9 @@ struct ChunkRows
     }
 
     // The convolution of one of the rows, in order; those that the chunk has not are zeros.
-    __device__ __forceinline__ float4 convolve(
-        Place const& place, Taps const& taps, Inputs const& inputs, int row) const
+    __device__ __forceinline__ float4 convolve(Item const& item, Taps const& taps, Inputs const& inputs, int row) const
     {
-        bool const is_there = place.row + row < count;
+        bool const is_there = item.row + row < count;
         float y[kLane];
 #pragma unroll
         for (int i = 0; i < kLane; ++i)
@@ -214,7 +223,7 @@ struct ChunkRows
     }
 
     // Norms a row of queries or keys. By whole warps.
-    __device__ __forceinline__ static float4 normed(Place const& place, float4 const& y)
+    __device__ __forceinline__ static float4 normed(Item const& item, float4 const& y)
     {
         float sum = y.x * y.x + y.y * y.y + y.z * y.z + y.w * y.w;
 #pragma unroll
@@ -222,7 +231,7 @@ struct ChunkRows
         {
             sum += __shfl_xor_sync(0xffffffffu, sum, step);
         }
-        float const by = rsqrtf(sum + kLengthEps) * (place.head == 0 ? rsqrtf(static_cast<float>(kSize)) : 1.f);
+        float const by = rsqrtf(sum + kLengthEps) * (item.head == 0 ? rsqrtf(static_cast<float>(kSize)) : 1.f);
         return {y.x * by, y.y * by, y.z * by, y.w * by};
     }
 

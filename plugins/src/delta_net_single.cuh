@@ -206,16 +206,7 @@ struct SingleRows
     {
         if (warp == kGatesWarp && segment.accepted > 0)
         {
-            float const behind = product_behind(decay);
-            float const kept = product_to(decay);
-            if (lane < kDeltaRows)
-            {
-                shared.pending_behind[lane] = behind;
-            }
-            if (lane == kDeltaRows - 1)
-            {
-                shared.pending_kept = kept;
-            }
+            multiply_pending(decay, shared.pending_behind, shared.pending_kept);
         }
     }
 
@@ -241,14 +232,8 @@ struct SingleRows
         }
         else if (row == 0 && warp == kGatesWarp && lane == 0)
         {
-            // Relaxed: nothing was written, and what was read has come.
             uint32_t const others = gridDim.x - 1; // a key head's value heads are side by side
-            uint32_t count = 0;
-            asm volatile("atom.global.relaxed.gpu.inc.u32 %0, [%1], %2;"
-                : "=r"(count)
-                : "l"(place.counter(segment.slot)), "r"(others)
-                : "memory");
-            shared.is_last = count == others;
+            shared.is_last = count_reader(place.counter(segment.slot), others) == others;
         }
         if (row == 0 && segment.accepted > 0 && !joins)
         {

@@ -94,6 +94,28 @@ __device__ __forceinline__ int guess_slot(dflash_delta_net_params const& p, int 
     return min(max(slot, 0), p.slots - 1);
 }
 
+template <int kSize>
+__device__ __forceinline__ int channels_of(dflash_delta_net_params const& p)
+{
+    return (2 * p.key_heads + p.value_heads) * kSize;
+}
+
+// A row of what a slot's next convolution sees.
+template <typename T, int kSize>
+__device__ __forceinline__ T* window_row(dflash_delta_net_params const& p, int slot, int row)
+{
+    return static_cast<T*>(p.window) + (int64_t{slot} * (kBefore + p.pending) + row) * channels_of<kSize>(p);
+}
+
+// Counts one of those that read what a key head's value heads share, and says how many did before: a count that the
+// last of them leaves at 0. Relaxed: nothing was written, and what was read has come, for it lies in shared memory.
+__device__ __forceinline__ uint32_t count_reader(int32_t* counter, uint32_t others)
+{
+    uint32_t before = 0;
+    asm volatile("atom.global.relaxed.gpu.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(others) : "memory");
+    return before;
+}
+
 // Where a value head's numbers lie in memory.
 template <typename T, int kSize>
 struct Place
@@ -111,7 +133,7 @@ struct Place
 
     __device__ __forceinline__ int channels() const
     {
-        return (2 * p.key_heads + p.value_heads) * kSize;
+        return channels_of<kSize>(p);
     }
 
     // Numbers of a row of outputs, or of what is written.
@@ -147,7 +169,7 @@ struct Place
 
     __device__ __forceinline__ T* window_row(int slot, int row) const
     {
-        return static_cast<T*>(p.window) + (int64_t{slot} * (kBefore + p.pending) + row) * channels();
+        return delta::window_row<T, kSize>(p, slot, row);
     }
 
     // [kSize values, kSize keys]

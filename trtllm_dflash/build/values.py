@@ -53,12 +53,17 @@ def _take_as_target(model: str, values: dict[str, Any]) -> None:
     values["target"] = model
 
 
+def assigned_name(assignment: str) -> str:
+    """Name the setting that `KEY=VALUE` assigns."""
+    return assignment.partition("=")[0].replace("-", "_")
+
+
 def _read_assignment(assignment: str) -> tuple[str, Any]:
-    key, equals, text = assignment.partition("=")
+    _, equals, text = assignment.partition("=")
     if not equals:
         raise SettingsError(f"--set {assignment}: write KEY=VALUE")
     try:
-        return key.replace("-", "_"), yaml.safe_load(text)
+        return assigned_name(assignment), yaml.safe_load(text)
     # ValueError: a day that no month has, or thousands of digits. RecursionError: nested without end.
     except (yaml.YAMLError, ValueError, RecursionError):
         raise SettingsError(f"--set {assignment}: the value is not valid YAML") from None

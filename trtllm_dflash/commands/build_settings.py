@@ -21,11 +21,10 @@ def build_settings(
         SettingsError: a value is wrong, or what to build is not said.
     """
     from trtllm_dflash.build.settings import BuildSettings
-    from trtllm_dflash.build.values import merge_values
+    from trtllm_dflash.build.values import assigned_name, merge_values
 
     values = merge_values(model, assignments, flags, planned)
-    assigned = {assignment.partition("=")[0].replace("-", "_") for assignment in assignments}
-    return validated(BuildSettings, values, assigned.difference(flags))
+    return validated(BuildSettings, values, set(map(assigned_name, assignments)).difference(flags))
 
 
 def engine_folder(settings: "BuildSettings", output: Path | None) -> Path:
