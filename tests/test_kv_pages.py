@@ -114,7 +114,7 @@ class PagesMachine(RuleBasedStateMachine):
     def grow(self, data):
         sequence = data.draw(st.sampled_from(self.running))
         if self.pages.available and len(sequence.lease.nodes) < 10:
-            place, page = self.pages.grow(sequence.lease)
+            place, page = len(sequence.lease.nodes), self.pages.grow(sequence.lease)
             assert sequence.lease.nodes[place].page == page
 
     @precondition(lambda self: self.running)
@@ -131,10 +131,17 @@ class PagesMachine(RuleBasedStateMachine):
         leased = Counter(node.page for sequence in self.running for node in sequence.lease.nodes)
         held = leased + Counter(s.lease.source.page for s in self.running if s.lease.source is not None)
         kept = [node.page for node in tree(self.pages) if node.refs == 0]
-        assert sorted([*held, *kept, *self.pages._free]) == list(range(14))
+        free = [node.page for node in self.pages._free]
+        assert sorted([*held, *kept, *free]) == list(range(14))
         assert self.pages.used == len(held)
         assert self.pages.shared == sum(count > 1 for count in held.values())
         assert self.pages.kept == len(kept)
+
+    @invariant()
+    def a_free_page_is_like_a_new_one(self):
+        for node in self.pages._free:
+            assert not (node.tokens or node.drafter_rows or node.refs or node.children or node.full or node.begun)
+            assert node.parent is node.key is None
 
     @invariant()
     def what_is_kept_can_be_taken(self):

@@ -90,7 +90,7 @@ class Pages:
         self.rows = paging.rows
         self.used = 0
         self.shared = 0
-        self._free = list(range(paging.pages - 1, -1, -1))
+        self._free = [Node(page) for page in range(paging.pages - 1, -1, -1)]  # without tokens
         self._root = Node(-1)
         self._leaves: list[tuple[int, int, Node]] = []  # a heap of pages without leases: the first goes first
         self.changes = 0
@@ -146,11 +146,11 @@ class Pages:
             self._copy(lease, source, nodes[lease.rows // self.rows], copied)
         return lease
 
-    def grow(self, lease: Lease) -> tuple[int, int]:
-        """Gives a sequence one more page, which must be available; returns its place in the sequence, and the page."""
-        node, nodes = self._take(), lease.nodes
-        nodes.append(node)
-        return len(nodes) - 1, node.page
+    def grow(self, lease: Lease) -> int:
+        """Gives a sequence one more page, which must be available, behind those that it has; returns it."""
+        node = self._take()
+        lease.nodes.append(node)
+        return node.page
 
     def look(self, lease: Lease, rows: int, end: int) -> range:
         """Gives a sequence pages of layers with a window, and takes back those that it sees no more.
@@ -221,8 +221,7 @@ class Pages:
         self.release(lease)
         for node in reversed(nodes):
             if node.parent is not None and node.refs == 0 and node.children == 0:
-                self._unlink(node)
-                self._free.append(node.page)
+                self._empty(node)
 
     # -- finding -----------------------------------------------------------------------------------------------------
 
@@ -304,10 +303,9 @@ class Pages:
         self._refer(known)
         if self.windows is not None:
             self.windows.exchange(node.page, known.page, seen)
-        self._unlink(node)
-        self._free.append(node.page)
         self.used -= 1
         node.refs = 0
+        self._empty(node)
         return known
 
     def _unlink(self, node: Node) -> None:
@@ -330,6 +328,13 @@ class Pages:
         if parent.refs == 0 and parent.children == 0 and parent.parent is not None:
             self._offer(parent)
 
+    def _empty(self, node: Node) -> None:
+        """Frees a page that nobody has and none comes after."""
+        if node.parent is not None:
+            self._unlink(node)
+        node.tokens, node.drafter_rows = [], 0
+        self._free.append(node)
+
     # -- counting ----------------------------------------------------------------------------------------------------
 
     def _refer(self, node: Node) -> None:
@@ -350,9 +355,7 @@ class Pages:
         if node.key is not None or len(node.tokens) == self.rows:
             self._offer(node)
             return
-        if node.parent is not None:  # nothing finds it
-            self._unlink(node)
-        self._free.append(node.page)
+        self._empty(node)  # nothing finds it
 
     def _offer(self, node: Node) -> None:
         """Notes a page that has neither leases nor children."""
@@ -364,12 +367,11 @@ class Pages:
     def _take(self) -> Node:
         """Takes a free page, or the one that was released first of those without children."""
         if not self._free:
-            released, page, node = heapq.heappop(self._leaves)
+            released, _, node = heapq.heappop(self._leaves)
             while not _is_leaf(node, released):
-                released, page, node = heapq.heappop(self._leaves)
-            self._unlink(node)
-            self._free.append(page)
-        node = Node(self._free.pop())
+                released, _, node = heapq.heappop(self._leaves)
+            self._empty(node)
+        node = self._free.pop()
         node.refs = 1
         self.used += 1
         if self.windows is not None:

@@ -64,7 +64,8 @@ class Stay:
 
     def watch(self) -> None:
         """Finds anew how many tokens its reply may have with no need to look at it."""
-        self.quiet = min(self.goes_on, self.enough - self.offset)
+        has_pages = self.enough - self.offset
+        self.quiet = has_pages if has_pages < self.goes_on else self.goes_on
 
     def note_drafter_rows(self) -> None:
         """Notes that the drafter's caches have the rows so far, and not those of a step that it had no part in."""
@@ -197,12 +198,13 @@ class Slots:
     def grow(self, stay: Stay) -> bool:
         """Gives a slot the pages that its next step may write to; False: no more are available."""
         pages, lease, rows, enough = self.pages, stay.lease, stay.rows, self._enough
-        while rows > enough[len(lease.nodes)]:
+        count = len(lease.nodes)
+        while rows > enough[count]:
             if pages.used == pages.total:
                 return False
-            place, page = pages.grow(lease)
-            self.table_changes.append((stay.slot, place, page))
-        stay.enough = enough[len(lease.nodes)]
+            self.table_changes.append((stay.slot, count, pages.grow(lease)))
+            count += 1
+        stay.enough = enough[count]
         stay.watch()
         if pages.windows is not None:
             self.look(stay, rows)
