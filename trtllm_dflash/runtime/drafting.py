@@ -24,8 +24,15 @@ class StepDrafts(NamedTuple):
     most: int | None = None  # that this one verifies of a slot, of shared rows' drafts: others are dropped; None: all
 
 
-#: Those of slots with rows of their own, which are the same in most steps: made once.
-_own_rows = cache(StepDrafts)
+@cache  # they are the same in most steps; integers alone are hashed in no time
+def _own_rows(drafts: int, longest: int, tree: int, most: int | None) -> StepDrafts:
+    """Makes the drafts of slots with rows of their own: trees of so many nodes, if any, for the longest chains."""
+    block = drafts + 1
+    if not drafts:
+        return StepDrafts(Drafting.CONTEXT, block, most=most)
+    # The best tree of a block is one of the whole block.
+    nodes = tree if drafts >= longest else 0
+    return StepDrafts(Drafting.BLOCK, block, nodes, rows=nodes + 1 if nodes else block, most=most)
 
 
 class DraftChooser:
@@ -36,18 +43,16 @@ class DraftChooser:
         limits: of its session.
         length: chooses how much to draft.
         draft: False decodes plainly, without the drafter's work.
+
+    Attributes:
+        may_share: whether slots may ever share rows.
     """
 
     def __init__(self, config: EngineConfig, limits: StepLimits, length: DraftLength, draft: bool) -> None:
         self._limits, self._length, self._draft = limits, length, draft
+        self.may_share = draft and limits.divides and length.may_share
         self._longest, self._tree = config.block_size - 1, config.draft_tree
-        self._drafts = self._longest  # of a slot, that the last step has made
-        self._left = self._left_shared = False  # whether it has left drafts at all, and such as share rows
-
-    @property
-    def may_share(self) -> bool:
-        """Whether slots may ever share rows."""
-        return self._draft and self._limits.divides and self._length.may_share
+        self._last = StepDrafts(Drafting.OFF, config.block_size)  # those of the last step
 
     def choose(
         self, batch: Batch, pieces: list[Stay], begin: list[Stay], reading: list[Stay], slots: int
@@ -70,7 +75,7 @@ class DraftChooser:
         """Makes a step like the next one of a batch is likely to be, with no pieces of prompts yet."""
         drafts = min(max(batch.block - 1, 0), self._longest)
         if self.may_share:
-            drafts = min(drafts, self._drafts)
+            drafts = min(drafts, self._last.block - 1)
         if not self._draft:
             return Step(batch.rows, [], Drafting.OFF, 1, batch.sampled)
         of = self._of(batch, self._may_differ(batch, reading), drafts)
@@ -78,26 +83,18 @@ class DraftChooser:
 
     def note(self, launched: StepDrafts) -> None:
         """Notes what the step drafts that was launched."""
-        self._drafts, self._left = launched.block - 1, launched.drafting is Drafting.BLOCK
-        self._left_shared = launched.shares
+        self._last = launched
 
     def _may_differ(self, batch: Batch, reading: list[Stay]) -> bool:
         """Whether slots may draft trees, or share rows: elsewhere all draft chains while anybody asks for more."""
         return self._limits.shapes_trees or not is_shaped(batch, reading)
 
     def _of(self, batch: Batch, may_differ: bool, drafts: int) -> StepDrafts:
-        block = drafts + 1
+        if 0 < drafts < self._longest and may_differ and self.may_share and self._length.shares:
+            drafting = sum(count > 1 for _, count in batch.rows)
+            is_shared = drafting and self._last.drafting is Drafting.BLOCK and not batch.guided
+            share = len(batch.rows) + drafting * drafts if is_shared else 0
+            return StepDrafts(Drafting.BLOCK, drafts + 1, shares=True, share=share, rows=self._longest + 1)
         # Where some have had a whole block's rows, all would have them: that takes much longer.
-        most = max(block, 2) if self._left_shared else None
-        if not drafts:
-            return _own_rows(Drafting.CONTEXT, block, 0, False, 0, 1, most)
-        if drafts >= self._longest:
-            # The best tree of a block is one of the whole block.
-            tree = self._tree if may_differ else 0
-            return _own_rows(Drafting.BLOCK, block, tree, False, 0, tree + 1 if tree else block, most)
-        if not (self.may_share and self._length.shares and may_differ):
-            return _own_rows(Drafting.BLOCK, block, 0, False, 0, block, most)
-        drafting = sum(count > 1 for _, count in batch.rows)
-        is_shared = drafting and self._left and not batch.guided
-        share = len(batch.rows) + drafting * drafts if is_shared else 0
-        return StepDrafts(Drafting.BLOCK, block, shares=True, share=share, rows=self._longest + 1)
+        most = max(drafts + 1, 2) if self._last.shares else None
+        return _own_rows(drafts, self._longest, self._tree if may_differ else 0, most)
