@@ -296,15 +296,15 @@ def test_a_fault_of_the_scheduler_leaves_nobody_waiting(llm, monkeypatch):
     """Also not the one whose reply ended in the very step that failed."""
     service = llm.service(WHOLE_BLOCK)
     clients = [Client(service, CHATS[i], 3 if i == 0 else 900, ignore_eos=True) for i in range(3)]
-    real = Scheduler._count_requests
+    real = Scheduler._read
 
-    def fails_once_one_has_ended(self):
+    def fails_once_one_has_ended(self, launched):
+        real(self, launched)
         if clients[0].ticket.sequence.done:
-            monkeypatch.setattr(Scheduler, "_count_requests", real)
+            monkeypatch.setattr(Scheduler, "_read", real)
             raise RuntimeError("a bug")
-        real(self)
 
-    monkeypatch.setattr(Scheduler, "_count_requests", fails_once_one_has_ended)
+    monkeypatch.setattr(Scheduler, "_read", fails_once_one_has_ended)
     for client in clients:
         client.wait()
     assert "a bug" in service.failure

@@ -87,7 +87,7 @@ class Scheduler:
         self._unwanted: list[Sequence] = []
         self._deadlines = Deadlines()
         self._changed: list[Sequence] = []
-        self.statistics = Statistics.of(session)
+        self.statistics = Statistics.of(session, self._queue, self._slots)
 
     @property
     def busy(self) -> bool:
@@ -104,7 +104,6 @@ class Scheduler:
         """Queues a sequence."""
         self._queue.push(sequence)
         self._deadlines.add(sequence, len(self._queue) + len(self._slots))
-        self.statistics.waiting = len(self._queue)
 
     def cancel(self, sequence: Sequence, error: DFlashError) -> None:
         """Ends a sequence with an error at the next step, unless it ends before."""
@@ -133,7 +132,6 @@ class Scheduler:
         while len(self._launched) > (self._ahead if launched else 0):
             self._read(self._launched.popleft())
             self._pace.note(bool(self._launched))
-        self._count_requests()
         changed, self._changed = self._changed, []
         return changed
 
@@ -144,16 +142,8 @@ class Scheduler:
             self._end(sequence, error)
         for stay in self._slots:
             self._fail(stay, error)
-        self._count_requests()
         changed, self._changed = self._changed, []
         return changed
-
-    def _count_requests(self) -> None:
-        statistics, pages = self.statistics, self._slots.pages
-        statistics.waiting, statistics.running = len(self._queue), len(self._slots)
-        statistics.pages_used, statistics.pages_shared, statistics.pages_kept = pages.used, pages.shared, pages.kept
-        if pages.windows is not None:
-            statistics.window_pages_used = pages.windows.held
 
     # -- who runs --------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -11,6 +11,9 @@ from trtllm_dflash.runtime.request import Sequence
 from trtllm_dflash.runtime.verified import AcceptedRanks, VerifiedDrafts
 
 if TYPE_CHECKING:  # torch comes with them
+    from trtllm_dflash.runtime.pages import Pages
+    from trtllm_dflash.runtime.queue import Queue
+    from trtllm_dflash.runtime.slots import Slots
     from trtllm_dflash.session.outcome import Ints
     from trtllm_dflash.session.session import Session
 
@@ -70,15 +73,12 @@ class Statistics:
     slots: int = 0
     kv_tokens: int = 0  # that fit in the caches
     computes: dict[str, str] = field(default_factory=dict)
-    running: int = 0
-    waiting: int = 0
+    taken: Sized = ()  # slots
+    queue: Sized = ()
     kv_tokens_in_use: int = 0
     pages: int = 0  # of the caches
-    pages_used: int = 0
-    pages_shared: int = 0
-    pages_kept: int = 0
     window_pages: int = 0  # of layers with a window, where they have pages of their own
-    window_pages_used: int = 0
+    leases: "Pages | None" = None  # all pages, by who has them
     preemptions: int = 0
     requests: Counter[str] = field(default_factory=Counter)  # by outcome
     steps: Counter[str] = field(default_factory=Counter)  # by kind
@@ -102,15 +102,18 @@ class Statistics:
         self._verified, self._ranks = VerifiedDrafts(self.longest), AcceptedRanks()
 
     @classmethod
-    def of(cls, session: "Session") -> "Statistics":
-        """Makes those of a scheduler that runs sequences on a session, with what its caches hold."""
+    def of(cls, session: "Session", queue: "Queue", slots: "Slots") -> "Statistics":
+        """Makes those of a scheduler that runs sequences on a session, from this queue in these slots."""
         config, paging = session.config, session.paging
         return cls(
             slots=config.max_batch,
             kv_tokens=paging.pages * (config.max_seq_len if paging.linear else paging.rows),
             computes=session.choice.labels,
+            taken=slots,
+            queue=queue,
             pages=paging.pages,
             window_pages=paging.window_pages,
+            leases=slots.pages,
             longest=config.block_size - 1,
         )
 
@@ -122,6 +125,36 @@ class Statistics:
     def note_ranks(self, ranks: "Ints") -> None:
         """Notes the ranks of drafts that a step has accepted, and zeros."""
         self._ranks.note(ranks)
+
+    @property
+    def running(self) -> int:
+        """Requests that have a slot."""
+        return len(self.taken)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a slot."""
+        return len(self.queue)
+
+    @property
+    def pages_used(self) -> int:
+        """Pages of running requests."""
+        return 0 if self.leases is None else self.leases.used
+
+    @property
+    def pages_shared(self) -> int:
+        """Pages of several running requests."""
+        return 0 if self.leases is None else self.leases.shared
+
+    @property
+    def pages_kept(self) -> int:
+        """Free pages whose rows are kept for prompts that begin with them."""
+        return 0 if self.leases is None else self.leases.kept
+
+    @property
+    def window_pages_used(self) -> int:
+        """Pages of layers with a window that running requests see."""
+        return 0 if self.leases is None or self.leases.windows is None else self.leases.windows.held
 
     @property
     def verified(self) -> Counter[tuple[int, int]]:
