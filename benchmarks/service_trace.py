@@ -28,7 +28,7 @@ from trtllm_dflash.cost.shapes import find_shape, shape_config
 from trtllm_dflash.runtime.service import Service
 from trtllm_dflash.runtime.settings import ServiceSettings
 from trtllm_dflash.session.calls import Step
-from trtllm_dflash.session.outcome import Outcome
+from trtllm_dflash.session.outcome import Outcome, Packed
 from trtllm_dflash.sweep.dataset import random_dataset
 from trtllm_dflash.sweep.load import Amount, ClosedLoop, Traits, run_load
 from trtllm_dflash.sweep.local_engine import random_llm
@@ -70,14 +70,14 @@ class Traced:
             end.record()
         ran = Ran(call, launched, time.monotonic() - launched, begin, end)
         self.steps.append(ran)
-        read = outcome.read
+        packed = outcome.packed
 
-        def noted() -> list[tuple[int, ...]]:
-            tokens: list[tuple[int, ...]] = read()
+        def noted() -> Packed:
+            tokens: Packed = packed()
             ran.read = time.monotonic()
             return tokens
 
-        outcome.read = noted  # type: ignore[method-assign]
+        outcome.packed = noted  # type: ignore[method-assign]
         return outcome
 
 

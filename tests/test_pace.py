@@ -61,13 +61,13 @@ class Device:
         self.read.append(bool(call.pieces))
         at = self._free_at = max(self._free_at, time.monotonic()) + STEP
         outcome = self._session.run(call)
-        read = outcome.read
+        packed = outcome.packed
 
         def later():
             time.sleep(max(0.0, at - time.monotonic()))
-            return read()
+            return packed()
 
-        outcome.read = later
+        outcome.packed = later
         return outcome
 
 

@@ -27,7 +27,7 @@ class Launched:
 
     def count_drafts(
         self,
-        taken: list[int],
+        looked: dict[int, int],
         drafted: list[int],
         accepted: list[int],
         statistics: Statistics,
@@ -36,17 +36,20 @@ class Launched:
         """Counts the drafts that the step has verified.
 
         Args:
-            taken: tokens that each reply got; 0 of those that do not count.
+            looked: tokens by place of the replies that did not get one more than accepted drafts; 0: they do not count.
             drafted, accepted: drafts of each.
         """
         if self.batch.trees:
             statistics.note_ranks(self.outcome.ranks_of(accepted))
-        if not (all(taken) and all(self.batch.drafted)):
+        more = accepted  # tokens of each, but one
+        if looked or not all(self.batch.drafted):
+            taken = [looked.get(place, count + 1) for place, count in enumerate(accepted)]
             counted = [new and most for new, most in zip(taken, self.batch.drafted, strict=True)]
-            taken, drafted, accepted = (list(compress(of, counted)) for of in (taken, drafted, accepted))
-        if not taken:
+            drafted, accepted = (list(compress(of, counted)) for of in (drafted, accepted))
+            more = [new - 1 for new in compress(taken, counted)]
+        if not accepted:
             return
-        statistics.note_drafts(taken, drafted, accepted)
+        statistics.note_drafts(more, drafted, accepted)
         if self.outcome.shared is not None:
             draft_length.observe_shared(drafted, accepted)
         elif not self.is_cut:

@@ -29,6 +29,7 @@ from trtllm_dflash.runtime.request import Sequence
 from trtllm_dflash.runtime.slots import Slots, Stay
 from trtllm_dflash.runtime.statistics import Statistics
 from trtllm_dflash.session.calls import Prepare, Step
+from trtllm_dflash.session.outcome import Packed
 from trtllm_dflash.session.session import Session
 from trtllm_dflash.step import Drafting
 
@@ -345,7 +346,7 @@ class Scheduler:
 
     def _read(self, launched: Launched) -> None:
         try:
-            committed = launched.outcome.read()
+            packed = launched.outcome.packed()
         except Exception as error:
             for stay in launched.stays:
                 if not stay.over:
@@ -357,9 +358,10 @@ class Scheduler:
         now = time.time_ns()
         wrote_drafter = launched.drafting is not Drafting.OFF
         if launched.batch.stays:
-            self._settle(launched, committed, wrote_drafter, now)
+            self._settle(launched, packed, wrote_drafter, now)
         if launched.pieces:
-            for (stay, count), ids in zip(launched.pieces, committed[len(launched.batch.stays) :], strict=True):
+            first = len(launched.batch.stays)
+            for (stay, count), ids in zip(launched.pieces, launched.outcome.read(first), strict=True):
                 if not stay.over:
                     self._settle_piece(stay, count, ids, launched, wrote_drafter, now)
         if launched.outcome.gains:  # of the drafts that it has made: behind what was accepted of those before
@@ -367,37 +369,44 @@ class Scheduler:
         if launched.reports:
             note_logprobs(launched.outcome.report, [stay.sequence for stay in launched.stays])
 
-    def _settle(self, launched: Launched, committed: list[tuple[int, ...]], wrote_drafter: bool, now: int) -> None:
+    def _settle(self, launched: Launched, packed: Packed, wrote_drafter: bool, now: int) -> None:
         """Takes what a step has decoded. Its loop runs for every step and slot: no line that is not needed."""
-        batch, drafted, under_way = launched.batch, launched.drafted, self._decoded - launched.number
+        batch, outcome, under_way = launched.batch, launched.outcome, self._decoded - launched.number
         for stay in () if wrote_drafter else batch.stays:
             if stay.drafter_rows is None:
                 stay.note_drafter_rows()
-        accepted = launched.outcome.accepted[: len(batch.stays)]
-        taken = [count + 1 for count in accepted]  # tokens that count; 0 of a reply that is over, or fails
-        self.statistics.kv_tokens_in_use += sum(taken)
-        may_end, has_no_end = batch.ends is None or launched.outcome.may_have(batch.ends), batch.end_ids.isdisjoint
-        slots = zip(range(len(taken)), batch.stays, batch.sequences, committed, accepted, drafted, strict=False)
-        for place, stay, sequence, ids, survived, drafts in slots:
+        drafted, accepted = launched.drafted, outcome.accepted[: len(batch.stays)]
+        new, lost = sum(accepted) + len(accepted), 0  # tokens, and those of replies that are over or fail
+        self.statistics.kv_tokens_in_use += new
+        looked: dict[int, int] = {}  # places of slots that were looked at, and the tokens that count
+        may_end, has_no_end = batch.ends is None or outcome.may_have(batch.ends), batch.end_ids.isdisjoint
+        whole, begins, unpack = packed
+        slots = zip(range(len(accepted)), batch.stays, batch.sequences, begins, accepted, drafted, strict=False)
+        for place, stay, sequence, begin, survived, drafts in slots:
+            ids = unpack[survived](whole, begin)
             tokens = sequence.token_ids
+            tokens.extend(ids)
             # Always at one that is over, or has no limit yet.
-            if len(tokens) + survived >= stay.quiet or (may_end and not has_no_end(ids)):
-                if len(tokens) + survived >= stay.goes_on or (may_end and not has_no_end(ids)):
-                    taken[place] = self._look(stay, ids, drafts, under_way, now)
-                    accepted[place] = sequence.accepted_per_step[-1] if taken[place] else 0
+            if len(tokens) > stay.quiet or (may_end and not has_no_end(ids)):
+                if len(tokens) > stay.goes_on or (may_end and not has_no_end(ids)):
+                    del tokens[-len(ids) :]  # not all of them may count
+                    looked[place] = self._look(stay, ids, drafts, under_way, now)
+                    accepted[place] = sequence.accepted_per_step[-1] if looked[place] else 0
+                    lost += len(ids) - looked[place]
                     continue
                 self._short.append(stay)
-            tokens += ids
             if sequence.text is not None and not self._say(stay, ids):
-                taken[place] = accepted[place] = 0
+                looked[place] = accepted[place] = 0
+                lost += len(ids)
                 continue
             sequence.accepted_per_step.append(survived)
             sequence.accepted += survived
             sequence.drafted += drafts
-        self._changed += batch.sequences if all(taken) else compress(batch.sequences, taken)
-        self.statistics.committed_tokens += sum(taken)
+        self.statistics.committed_tokens += new - lost
+        grown = [looked.get(place, 1) for place in range(len(accepted))] if lost else None
+        self._changed += batch.sequences if grown is None else compress(batch.sequences, grown)
         if batch.drafts:
-            launched.count_drafts(taken, drafted, accepted, self.statistics, self._draft_length)
+            launched.count_drafts(looked, drafted, accepted, self.statistics, self._draft_length)
 
     def _say(self, stay: Stay, ids: tuple[int, ...]) -> bool:
         """Adds tokens to a reply's text; False: that has failed, which is nobody else's matter."""

@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Literal
 
 from trtllm_dflash.errors import CancelledError, DeadlineError, ShutdownError
@@ -67,7 +68,6 @@ class Statistics:
     Attributes:
         computes: names of what computes the steps; see `Choice.labels`.
         longest: drafts of the longest chain.
-        recent: tokens of the last drafted steps of sequences.
     """
 
     slots: int = 0
@@ -87,7 +87,6 @@ class Statistics:
     reused_tokens: int = 0
     committed_tokens: int = 0
     longest: int = 0
-    recent: deque[int] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     histograms: dict[str, Histogram] = field(
         default_factory=lambda: {
             "queue": Histogram("dflash_queue_seconds", "From arrival to the first prefill step"),
@@ -99,6 +98,7 @@ class Statistics:
     )
 
     def __post_init__(self) -> None:
+        self._recent: deque[list[int]] = deque(maxlen=RECENT_STEPS)  # steps': at least so many of sequences
         self._verified, self._ranks = VerifiedDrafts(self.longest), AcceptedRanks()
 
     @classmethod
@@ -117,9 +117,12 @@ class Statistics:
             longest=config.block_size - 1,
         )
 
-    def note_drafts(self, taken: list[int], drafted: list[int], accepted: list[int]) -> None:
-        """Notes drafted sequences of a step: the tokens, drafts and accepted drafts of each."""
-        self.recent.extend(taken)
+    def note_drafts(self, more: list[int], drafted: list[int], accepted: list[int]) -> None:
+        """Notes drafted sequences of a step: the tokens of each but one, its drafts and those that were accepted.
+
+        Nobody may change the lists from now on.
+        """
+        self._recent.append(more)
         self._verified.note(drafted, accepted)
 
     def note_ranks(self, ranks: "Ints") -> None:
@@ -155,6 +158,11 @@ class Statistics:
     def window_pages_used(self) -> int:
         """Pages of layers with a window that running requests see."""
         return 0 if self.leases is None or self.leases.windows is None else self.leases.windows.held
+
+    @property
+    def recent(self) -> list[int]:
+        """Tokens of the last drafted steps of sequences."""
+        return [more + 1 for more in chain.from_iterable(list(self._recent))][-RECENT_STEPS:]
 
     @property
     def verified(self) -> Counter[tuple[int, int]]:
@@ -200,7 +208,7 @@ class Statistics:
     @property
     def acceptance_length(self) -> float:
         """Mean tokens of the recent drafted steps; 0 before the first."""
-        recent = list(self.recent)
+        recent = self.recent
         return sum(recent) / len(recent) if recent else 0.0
 
     def samples(self) -> list[Sample]:

@@ -64,7 +64,7 @@ class AcceptedRanks:
         self._lock = Lock()
 
     def note(self, ranks: "Ints") -> None:
-        """Notes the ranks of a step's drafts; zeros do not count."""
+        """Notes the ranks of a step's drafts, in any shape; zeros do not count. Nobody may change them from now on."""
         self._noted.append(ranks)
         if len(self._noted) >= _MOST_NOTED:
             self.counts()
@@ -73,6 +73,6 @@ class AcceptedRanks:
         """Counts what was noted; returns all counts so far, which go on changing."""
         with self._lock:
             noted = [self._noted.popleft() for _ in range(len(self._noted))]
-            found = np.bincount(np.concatenate(noted)).tolist() if noted else []
+            found = np.bincount(np.concatenate(noted, axis=None)).tolist() if noted else []
             self._counts.update({rank: count for rank, count in enumerate(found) if rank and count})
         return self._counts

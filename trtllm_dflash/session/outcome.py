@@ -1,10 +1,10 @@
 """The outcome of a step, as the host reads it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import chain, islice
 from struct import Struct
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +16,16 @@ Tensor = torch.Tensor
 Ints = npt.NDArray[np.int32]
 
 
+#: What unpacks tokens, of bytes and from where they begin.
+Unpack: TypeAlias = Callable[[bytes, int], tuple[int, ...]]
+#: Bytes of all slots, where each slot's tokens begin in them, and what unpacks those, by its accepted drafts.
+Packed: TypeAlias = tuple[bytes, Sequence[int], list[Unpack]]
+
+
 @cache
-def _unpackers(width: int) -> list[Callable[..., tuple[Any, ...]]]:
-    """Makes what unpacks the final tokens of a row of so many int32, by the number of its accepted drafts."""
-    return [Struct(f"{tokens}i").unpack_from for tokens in range(1, width)]
+def _layout(slots: int, width: int) -> tuple[Sequence[int], list[Unpack]]:
+    """Finds where each slot's tokens begin among rows of so many int32, and what unpacks them, by accepted drafts."""
+    return range(4, 4 * slots * width, 4 * width), [Struct(f"{tokens}i").unpack_from for tokens in range(1, width)]
 
 
 class Outcome:
@@ -77,19 +83,32 @@ class Outcome:
         return ranks if self._places is None or not ranks else [ranks[place] for place in self._places]
 
     def ranks_of(self, counts: list[int]) -> Ints:
-        """Lists the ranks of each slot's first accepted drafts, so many of each, and zeros; see `ranks`."""
-        rows, first = self._wait()[: len(counts)], self._first_rank
-        if first and self._counts[: len(counts)] == counts:  # all of them, as mostly: what is behind them is 0
-            return rows[:, first:].flatten()
+        """Lists the ranks of each slot's first accepted drafts, so many of each, and zeros, in any shape; see `ranks`.
+
+        Nobody may change them.
+        """
+        first, slots = self._first_rank, len(counts)
+        if first and self._counts[:slots] == counts:  # all of them, as mostly: what is behind them is 0
+            return self._wait()[:slots, first:]
         return np.fromiter(chain.from_iterable(map(islice, self.ranks, counts)), np.int32)
 
-    def read(self) -> list[tuple[int, ...]]:
-        """Reads the tokens that became final, by slot of the call: the target's choices up to the first wrong draft."""
+    def read(self, first: int = 0) -> list[tuple[int, ...]]:
+        """Reads the tokens that became final, by slot of the call: the target's choices up to the first wrong draft.
+
+        Args:
+            first: slots that are left out.
+        """
+        whole, begins, unpack = self.packed()
+        slots = zip(self.accepted[first:], begins[first:], strict=True)
+        return [unpack[count](whole, begin) for count, begin in slots]
+
+    def packed(self) -> Packed:
+        """Reads what `read` does, not unpacked yet: all of the matrix would be many integers for nothing."""
         rows = self._wait()
-        # The final ones alone, out of the bytes: most of a whole matrix of Python's integers would be for nothing.
-        unpack, begins, found = _unpackers(rows.shape[1]), range(4, rows.nbytes, 4 * rows.shape[1]), rows.tobytes()
-        tokens = [unpack[n](found, begin) for n, begin in zip(self._counts, begins, strict=True)]
-        return tokens if self._places is None else [tokens[place] for place in self._places]
+        begins, unpack = _layout(*rows.shape)
+        if self._places is not None:
+            begins = [begins[place] for place in self._places]
+        return rows.tobytes(), begins, unpack
 
     @property
     def accepted(self) -> list[int]:
@@ -99,7 +118,8 @@ class Outcome:
 
     def may_have(self, tokens: Ints) -> bool:
         """Whether any of these tokens [n, 1, 1] may be among those that became final; it is sooner known than where."""
-        return np.count_nonzero((self._wait() == tokens)[..., 1 : self._first_rank or None]) > 0
+        final = self._wait()[:, 1 : self._first_rank or None]
+        return b"\1" in (final == tokens).tobytes()  # sooner found there than by numpy, of so few
 
     def read_whole(self) -> list[list[int]]:
         """Reads all that it was made of, accepted drafts first."""
