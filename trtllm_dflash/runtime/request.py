@@ -216,7 +216,7 @@ class Update:
         )
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """A prompt and the tokens generated for it so far. `take_update` takes the new ones.
 
@@ -253,7 +253,6 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     accepted_per_step: list[int] = field(default_factory=list)
     drafted: int = 0
-    accepted: int = 0
     finish_reason: FinishReason | None = None
     error: DFlashError | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -263,6 +262,7 @@ class Sequence:
     is_sampled: bool = field(init=False)
     is_shaped: bool = field(init=False)
     times: Times = field(default_factory=lambda: Times(arrival_ns=time.time_ns()))
+    _begun: int = 0  # tokens that came of prompts, not of decoding steps
     _reported: int = 0
     _told: bool = False  # its end
     _has_stops: bool = False
@@ -283,6 +283,11 @@ class Sequence:
     def left(self) -> int:
         """Tokens that the reply may still get; 0 once it has ended."""
         return 0 if self.done else self.room - len(self.token_ids)
+
+    @property
+    def accepted(self) -> int:
+        """Drafts that became part of the reply."""
+        return sum(self.accepted_per_step)
 
     @property
     def is_watched(self) -> bool:
@@ -308,6 +313,7 @@ class Sequence:
         """Appends the token that its prompt's last piece gives; returns the number of tokens."""
         if not self.token_ids:
             self.times.first_token_ns = now_ns
+        self._begun += len(ids)
         return self._commit_until_end(ids, now_ns)
 
     def commit(self, ids: tuple[int, ...], drafted: int, now_ns: int) -> int:
@@ -322,9 +328,8 @@ class Sequence:
         else:
             self.token_ids += ids
             self.say(ids)
-        accepted = taken - 1 if taken == new else taken  # the last is the bonus token, unless a draft was the end
-        self.accepted_per_step.append(accepted)
-        self.accepted += accepted
+        # The last is the bonus token, unless a draft was the end.
+        self.accepted_per_step.append(taken - 1 if taken == new else taken)
         self.drafted += drafted
         return taken
 
@@ -383,14 +388,17 @@ class Sequence:
         """Takes the tokens and text since the last update, and the end; None if there is nothing new."""
         if self.error is not None:
             return Update(drafted_tokens=self.drafted, accepted_tokens=self.accepted, error=self.error)
-        new, logprobs = self.token_ids[self._reported :], self.logprobs[self._reported :]
+        new = self.token_ids[self._reported :]
         if not new and (self.finish_reason is None or self._told):
             return None
+        logprobs = self.logprobs[self._reported :] if self.logprobs else []
         self._reported += len(new)
         text = self.text.release() if self.text is not None else ""
-        completion = self.completion() if self.finish_reason else None
-        self._told = completion is not None
-        return Update(new, text, self.drafted, self.accepted, completion, logprobs=logprobs)
+        if self.finish_reason is None:  # each step so far has given its accepted drafts and one token more
+            accepted = self._reported - self._begun - len(self.accepted_per_step)
+            return Update(new, text, self.drafted, accepted, logprobs=logprobs)
+        self._told = True
+        return Update(new, text, self.drafted, self.accepted, self.completion(), logprobs=logprobs)
 
     def completion(self) -> Completion:
         """Makes the finished reply.

@@ -400,7 +400,6 @@ class Scheduler:
                 lost += len(ids)
                 continue
             sequence.accepted_per_step.append(survived)
-            sequence.accepted += survived
             sequence.drafted += drafts
         self.statistics.committed_tokens += new - lost
         grown = [looked.get(place, 1) for place in range(len(accepted))] if lost else None
