@@ -86,8 +86,6 @@ def guide_step(
         stays: those whose prompts the pieces are of.
         under_way: steps that are not read yet.
     """
-    if not (batch.guided or stays):
-        return batch, [], None
     decoding = [batch.stays[place] for place in batch.guided]
     begun = [stay for stay, piece in zip(stays, pieces, strict=True) if piece.last and stay.sequence.grammar]
     guided = decoding + begun

@@ -293,7 +293,10 @@ class Scheduler:
         for stay, count in pieces:
             self._slots.look(stay, stay.launched + count)
         calls = [piece_of(stay, count) for stay, count in pieces] if pieces else []
-        batch, guides, masks = guide_step(self._session, batch, reading, calls, self._launched)
+        if batch.guided or reading:
+            batch, guides, masks = guide_step(self._session, batch, reading, calls, self._launched)
+        else:
+            guides, masks = [], None
         # Its fields by name, but not all in one call: that takes three times as long.
         step = Step(batch.rows, calls, drafts.drafting, drafts.block, batch.sampled, self._slots.table_changes)
         step.window_pages, step.state_copies = self._slots.window_changes, self._slots.state_copies
@@ -312,8 +315,8 @@ class Scheduler:
                     stay.block, stay.tree = drafts.rows, drafts.tree > 0
                 self._batch = None
         errors = {} if masks is None else masks.errors
-        of = self._decoded, step.reports, errors, drafts.most is not None
-        self._launched.append(Launched(batch, pieces, outcome, drafts.drafting, *of))
+        number, is_cut = self._decoded, drafts.most is not None
+        self._launched.append(Launched(batch, pieces, outcome, drafts.drafting, number, step.reports, errors, is_cut))
         for stay, count in pieces:
             self._slots.pages.copied(stay.lease)
             stay.launched += count
@@ -380,7 +383,7 @@ class Scheduler:
         self.statistics.kv_tokens_in_use += new
         looked: dict[int, int] = {}  # places of slots that were looked at, and the tokens that count
         may_end, has_no_end = batch.ends is None or outcome.may_have(batch.ends), batch.end_ids.isdisjoint
-        whole, begins, unpack = packed
+        (whole, begins, unpack), short = packed, self._short
         slots = zip(range(len(accepted)), batch.stays, batch.sequences, begins, accepted, drafted, strict=False)
         for place, stay, sequence, begin, survived, drafts in slots:
             ids = unpack[survived](whole, begin)
@@ -394,7 +397,7 @@ class Scheduler:
                     accepted[place] = sequence.accepted_per_step[-1] if looked[place] else 0
                     lost += len(ids) - looked[place]
                     continue
-                self._short.append(stay)
+                short.append(stay)
             if sequence.text is not None and not self._say(stay, ids):
                 looked[place] = accepted[place] = 0
                 lost += len(ids)

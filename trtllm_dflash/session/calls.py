@@ -93,7 +93,7 @@ class Piece:
     penalties: SlotPenalties | None = None  # with the last piece
 
 
-@dataclass
+@dataclass(slots=True)
 class Step:
     """Runs decoding slots and pieces of prompts together; no slot twice.
 
