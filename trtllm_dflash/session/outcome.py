@@ -1,7 +1,7 @@
 """The outcome of a step, as the host reads it."""
 
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable
+from functools import cache, lru_cache
 from itertools import chain, islice
 from struct import Struct
 from typing import TypeAlias
@@ -19,13 +19,19 @@ Ints = npt.NDArray[np.int32]
 #: What unpacks tokens, of bytes and from where they begin.
 Unpack: TypeAlias = Callable[[bytes, int], tuple[int, ...]]
 #: Bytes of all slots, where each slot's tokens begin in them, and what unpacks those, by its accepted drafts.
-Packed: TypeAlias = tuple[bytes, Sequence[int], list[Unpack]]
+Packed: TypeAlias = tuple[bytes, list[int], list[Unpack]]
 
 
 @cache
-def _layout(slots: int, width: int) -> tuple[Sequence[int], list[Unpack]]:
-    """Finds where each slot's tokens begin among rows of so many int32, and what unpacks them, by accepted drafts."""
-    return range(4, 4 * slots * width, 4 * width), [Struct(f"{tokens}i").unpack_from for tokens in range(1, width)]
+def _unpackers(width: int) -> list[Unpack]:
+    """Makes what unpacks the final tokens of a row of so many int32, by the number of its accepted drafts."""
+    return [Struct(f"{tokens}i").unpack_from for tokens in range(1, width)]
+
+
+@lru_cache(maxsize=256)
+def _begins(slots: int, width: int) -> list[int]:
+    """Lists where each slot's tokens begin among rows of so many int32."""
+    return list(range(4, 4 * slots * width, 4 * width))
 
 
 class Outcome:
@@ -105,10 +111,11 @@ class Outcome:
     def packed(self) -> Packed:
         """Reads what `read` does, not unpacked yet: all of the matrix would be many integers for nothing."""
         rows = self._wait()
-        begins, unpack = _layout(*rows.shape)
+        slots, width = rows.shape
+        begins = _begins(slots, width)
         if self._places is not None:
             begins = [begins[place] for place in self._places]
-        return rows.tobytes(), begins, unpack
+        return rows.tobytes(), begins, _unpackers(width)
 
     @property
     def accepted(self) -> list[int]:
