@@ -1,8 +1,10 @@
 """In-flight batching: who runs when, and that nobody's reply depends on it."""
 
 import random
+import re
 
 import pytest
+import torch
 
 from tests.conftest import TINY
 from tests.virtual_time import Clock
@@ -13,6 +15,7 @@ from trtllm_dflash.errors import CancelledError, DeadlineError, EngineError
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.pages import MIN_COPIED_ROWS
 from trtllm_dflash.runtime.scheduler import Scheduler
+from trtllm_dflash.session.outcome import Outcome
 from trtllm_dflash.session.torch_session import TorchSession
 
 TEXTS = [text for kind in read_prompts(3).values() for text in kind]
@@ -422,6 +425,30 @@ def test_a_step_that_fails_fails_its_requests_and_no_others(llm, alone, monkeypa
     scheduler.submit(after)
     run(scheduler)
     assert same(after, alone(shared, after.params))
+
+
+def test_a_step_that_accepts_more_drafts_than_it_has_rows_fails_its_requests_alone(llm, alone, monkeypatch):
+    real = llm.session.run
+
+    def accepts_too_many(step):
+        outcome = real(step)
+        if not step.decode:
+            return outcome
+        monkeypatch.setattr(llm.session, "run", real)
+        rows = torch.tensor(outcome.read_whole(), dtype=torch.int32)
+        rows[0, 0] = rows.shape[1] - 1
+        return Outcome(rows)
+
+    scheduler = Scheduler(llm.session)
+    first = asked(llm, prompt_ids(llm, TEXTS[1]), 20)
+    scheduler.submit(first)
+    monkeypatch.setattr(llm.session, "run", accepts_too_many)
+    run(scheduler)
+    assert re.search(r"a step of (\d+) rows a slot accepted \1 drafts", str(first.error))
+    after = asked(llm, prompt_ids(llm, TEXTS[1]), 20)
+    scheduler.submit(after)
+    run(scheduler)
+    assert same(after, alone(prompt_ids(llm, TEXTS[1]), after.params))
 
 
 def test_generate_raises_what_failed(llm, monkeypatch):

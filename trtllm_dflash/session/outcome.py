@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trtllm_dflash.errors import EngineError
 from trtllm_dflash.session.report import Report
 
 Tensor = torch.Tensor
@@ -109,13 +110,19 @@ class Outcome:
         return [unpack[count](whole, begin) for count, begin in slots]
 
     def packed(self) -> Packed:
-        """Reads what `read` does, not unpacked yet: all of the matrix would be many integers for nothing."""
+        """Reads what `read` does, not unpacked yet: all of the matrix would be many integers for nothing.
+
+        Raises:
+            EngineError: the session told of more accepted drafts than the step has rows for.
+        """
         rows = self._wait()
         slots, width = rows.shape
-        begins = _begins(slots, width)
+        begins, unpack = _begins(slots, width), _unpackers(width)
+        if max(self._counts, default=0) >= len(unpack):
+            raise EngineError(f"a step of {width - 1} rows a slot accepted {max(self._counts)} drafts")
         if self._places is not None:
             begins = [begins[place] for place in self._places]
-        return rows.tobytes(), begins, _unpackers(width)
+        return rows.tobytes(), begins, unpack
 
     @property
     def accepted(self) -> list[int]:
