@@ -92,32 +92,60 @@ cudaError_t launch_choice(dflash_moe_params const& p, Route const& route, cudaSt
 
 // -- laying out -------------------------------------------------------------------------------------------------------
 
-// Copies 32 inputs of a row to one of its places: a thread's work. Sixteen bytes of four parts become one of each.
+// 32 inputs of a row, to be stored in the order of a place: a thread's work.
 template <Lines kLines>
-__device__ __forceinline__ void lay_out(dflash_moe_params const& p, Workspace const& space, int row, int place, int run)
+struct Run
 {
-    auto const* const from = static_cast<uint16_t const*>(p.x) + static_cast<int64_t>(row) * p.hidden;
-    auto* const to = static_cast<uint16_t*>(space.x) + static_cast<int64_t>(place) * space.x_pitch + run * 32;
-    uint32_t parts[4][4];
-#pragma unroll
-    for (int part = 0; part < 4; ++part)
+    uint4 parts[4] = {};
+
+    __device__ __forceinline__ void load(dflash_moe_params const& p, int row, int run)
     {
-        int const column = kLines == Lines::kE2m1 ? run / 4 * 128 + part * 32 + run % 4 * 8
-            : kLines == Lines::kE4m3              ? run / 2 * 64 + part * 16 + run % 2 * 8
-                                                  : run * 32 + part * 8;
-        uint4 const x = column < p.hidden ? *reinterpret_cast<uint4 const*>(from + column) : uint4{};
-        uint4 const ordered = kLines == Lines::kE2m1 ? paired(x) : kLines == Lines::kE4m3 ? paired_in_words(x) : x;
-        parts[part][0] = ordered.x;
-        parts[part][1] = ordered.y;
-        parts[part][2] = ordered.z;
-        parts[part][3] = ordered.w;
-    }
+        auto const* const from = static_cast<uint16_t const*>(p.x) + static_cast<int64_t>(row) * p.hidden;
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-    {
-        reinterpret_cast<uint4*>(to)[i] = {parts[0][i], parts[1][i], parts[2][i], parts[3][i]};
+        for (int part = 0; part < 4; ++part)
+        {
+            int const column = kLines == Lines::kE2m1 ? run / 4 * 128 + part * 32 + run % 4 * 8
+                : kLines == Lines::kE4m3              ? run / 2 * 64 + part * 16 + run % 2 * 8
+                                                      : run * 32 + part * 8;
+            parts[part] = column < p.hidden ? *reinterpret_cast<uint4 const*>(from + column) : uint4{};
+        }
     }
-}
+
+    // Sixteen bytes of four parts become one of each. Lanes store pairs of runs together, 32 bytes side by side: a
+    // sector of the L2 cache is written once. All lanes call together; those of a pair have neighbouring runs, or none.
+    __device__ __forceinline__ void store(uint4* to, bool stores) const
+    {
+        uint4 x[4];
+#pragma unroll
+        for (int part = 0; part < 4; ++part)
+        {
+            uint4 const& from = parts[part];
+            x[part] = kLines == Lines::kE2m1 ? paired(from) : kLines == Lines::kE4m3 ? paired_in_words(from) : from;
+        }
+        uint4* const first = to - threadIdx.x % 2 * 4; // of the pair
+        store_pair(first, {x[0].x, x[1].x, x[2].x, x[3].x}, {x[0].y, x[1].y, x[2].y, x[3].y}, stores);
+        store_pair(first + 2, {x[0].z, x[1].z, x[2].z, x[3].z}, {x[0].w, x[1].w, x[2].w, x[3].w}, stores);
+    }
+
+    // 32 bytes of either lane's run: each lane stores half of both.
+    __device__ __forceinline__ static void store_pair(uint4* to, uint4 const& lower, uint4 const& upper, bool stores)
+    {
+        bool const is_odd = threadIdx.x % 2;
+        uint4 const own = selected(is_odd, upper, lower), given = selected(is_odd, lower, upper);
+        uint4 const taken = {__shfl_xor_sync(kAll, given.x, 1), __shfl_xor_sync(kAll, given.y, 1),
+            __shfl_xor_sync(kAll, given.z, 1), __shfl_xor_sync(kAll, given.w, 1)};
+        if (stores)
+        {
+            to[is_odd] = selected(is_odd, taken, own);
+            to[4 + is_odd] = selected(is_odd, own, taken);
+        }
+    }
+
+    __device__ __forceinline__ static uint4 selected(bool first, uint4 const& x, uint4 const& y)
+    {
+        return {first ? x.x : y.x, first ? x.y : y.y, first ? x.z : y.z, first ? x.w : y.w};
+    }
+};
 
 // The second product's inputs get zeros in the stage of their last columns: the first product writes the others over
 // them.
@@ -129,62 +157,87 @@ __device__ __forceinline__ void clear_end(Workspace const& space, int place, int
     reinterpret_cast<uint4*>(to)[chunk] = {};
 }
 
-// Divides both products among their blocks, by a thread for each expert: it finds the blocks that begin in its groups.
-template <Lines kLines>
-__device__ __forceinline__ void divide(Workspace const& space, OwnGroups const& own, uint32_t* sums)
+// What experts' units cost, for the division of products among their blocks.
+struct Costs
 {
-    int const whole = many::cost_of<kLines>(many::kTokens);
-    int const full = own.rows / many::kTokens, rest = own.rows % many::kTokens;
-    int const last = rest ? many::cost_of<kLines>(rest) : 0;
+    int before[kMostExperts + 1]; // of the experts before
+    OwnGroups own[kMostExperts + 1];
+};
+
+// Divides both products among their blocks, by a thread for each: it finds the unit that its block begins with. own: of
+// the thread's expert.
+template <Lines kLines>
+__device__ __forceinline__ void divide(
+    dflash_moe_params const& p, Workspace const& space, OwnGroups const& own, Costs& costs, uint32_t* sums, bool writes)
+{
+    int const whole = many::cost_of<kLines>(many::kTokens), experts = own_experts(p), blocks = space.blocks;
+    auto const cost_of_rest
+        = [](int rows) { return rows % many::kTokens ? many::cost_of<kLines>(rows % many::kTokens) : 0; };
     uint32_t total = 0;
-    int const cost = full * whole + last, before = scan(cost, sums, total), blocks = space.blocks;
-#pragma unroll // of a loop that is one Workspace would be copied to local memory
-    for (int i = 0; i < 2; ++i)
+    int const before = scan(own.rows / many::kTokens * whole + cost_of_rest(own.rows), sums, total);
+    if (static_cast<int>(threadIdx.x) < experts)
     {
-        int const units = space.units[i], all = total * units;
-#pragma unroll 1
-        for (int block = cost ? (before * blocks + total - 1) / total : blocks; block < blocks; ++block)
+        costs.before[threadIdx.x] = before;
+        costs.own[threadIdx.x] = own;
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < 2 * blocks; i += kRouteThreads)
+    {
+        bool const is_down = i >= blocks;
+        int const units = is_down ? space.units[1] : space.units[0], block = is_down ? i - blocks : i;
+        int const place = share_begin(total * units, block, blocks); // in the costs of all units
+        int expert = 0; // the last that begins there or before
+        for (int past = experts; past - expert > 1;)
         {
-            int const place = share_begin(all, block, blocks) - before * units; // in the costs of the expert's units
-            if (place >= cost * units)
-            {
-                break;
-            }
-            int const group = min(place / (whole * units), full), each = group < full ? whole : last;
-            space.begins[i][block] = (own.first + group) * units + (place - group * whole * units + each - 1) / each;
+            int const middle = (expert + past) / 2;
+            bool const is_before = costs.before[middle] * units <= place;
+            expert = is_before ? middle : expert;
+            past = is_before ? past : middle;
         }
-        for (int block = threadIdx.x; !total && block < blocks; block += kRouteThreads)
+        OwnGroups const found = costs.own[expert];
+        int const own_place = place - costs.before[expert] * units, full = found.rows / many::kTokens;
+        int const group = min(own_place / (whole * units), full);
+        int const each = group < full ? whole : max(1, cost_of_rest(found.rows));
+        int const unit = (own_place - group * whole * units + each - 1) / each;
+        if (writes)
         {
-            space.begins[i][block] = 0; // nobody has anything to do
+            int32_t* const begins = is_down ? space.begins[1] : space.begins[0];
+            begins[block] = (found.first + group) * units + unit;
         }
-        if (threadIdx.x == 0)
-        {
-            space.begins[i][blocks] = *space.route.group_count * units;
-        }
+    }
+    if (writes && threadIdx.x == 0)
+    {
+        space.begins[0][blocks] = *space.route.group_count * space.units[0];
+        space.begins[1][blocks] = *space.route.group_count * space.units[1];
     }
 }
 
-// Groups the rows by expert, every block for itself, and lays a block's rows out. The next kernel may begin once it can
-// read the groups.
+// Groups the rows by expert, every block for itself, and lays a block's rows out: a thread's task is a run of a pair,
+// or a chunk of the end of its inputs of the second product. The next kernel may begin once it can read the groups.
 template <Lines kLines>
 __global__ void __launch_bounds__(kRouteThreads)
     lay_out_kernel(dflash_moe_params const p, Workspace const space, int const block_rows)
 {
     __shared__ Members members;
+    __shared__ Costs costs;
     __shared__ uint32_t sums[kRouteThreads / 32];
     Route const& route = space.route;
     members.clear(own_experts(p));
-    int const chosen = experts_of_row(p);
-    OwnGroups own;
+    int const chosen = experts_of_row(p), pairs = p.rows * chosen;
+    int const first = blockIdx.x * block_rows * chosen, past = min(p.rows, (blockIdx.x + 1) * block_rows) * chosen;
+    // Both are even: two neighbouring lanes have tasks of one kind and pair.
+    int const runs = space.x_pitch / 32, chunks = p.columns < space.h_pitch ? many::Stage<kLines>::kColumns / 8 : 0;
+    int const tasks = runs + chunks, count = (past - first) * tasks;
+    bool const writes = blockIdx.x == 0;
 #pragma unroll 1
-    for (bool is_real : {false, true}) // first without rows, for its code
+    for (bool is_real : {false, true}) // first for its code, without rows
     {
         if (is_real)
         {
             wait();
         }
         __syncthreads();
-        for (int pair = threadIdx.x; is_real && pair < p.rows * chosen; pair += kRouteThreads)
+        for (int pair = threadIdx.x; is_real && pair < pairs; pair += kRouteThreads)
         {
             int const expert = route.experts[pair];
             if (expert >= 0)
@@ -193,33 +246,36 @@ __global__ void __launch_bounds__(kRouteThreads)
             }
         }
         __syncthreads();
-        own = make_groups(p, route, many::kTokens, members, sums, is_real && blockIdx.x == 0);
+        OwnGroups const own = make_groups(p, route, many::kTokens, members, sums, is_real && writes);
+        if (writes && space.begins[0])
+        {
+            __syncthreads(); // sums have been read
+            divide<kLines>(p, space, own, costs, sums, is_real);
+        }
     }
-    if (space.begins[0] && blockIdx.x == 0)
+    if (writes)
     {
-        __syncthreads(); // sums have been read
-        divide<kLines>(space, own, sums);
+        __threadfence();
     }
-    __threadfence();
     __syncthreads();
     trigger();
-
-    int const first = blockIdx.x * block_rows * chosen, past = min(p.rows, (blockIdx.x + 1) * block_rows) * chosen;
-    int const runs = space.x_pitch / 32, chunks = p.columns < space.h_pitch ? many::Stage<kLines>::kColumns / 8 : 0;
-    int const tasks = runs + chunks; // of a pair
-    for (int i = threadIdx.x; i < (past - first) * tasks; i += kRouteThreads)
+    for (int from = 0; from < count; from += kRouteThreads)
     {
-        int const pair = first + i / tasks, task = i % tasks, row = pair / chosen, expert = route.experts[pair];
-        int const place = expert < 0 ? -1 : members.place(expert, row);
-        if (task == 0)
+        int const i = from + static_cast<int>(threadIdx.x), pair = min(first + i / tasks, past - 1), task = i % tasks;
+        int const row = pair / chosen, expert = route.experts[pair];
+        Run<kLines> run;
+        if (i < count && task < runs)
+        {
+            run.load(p, row, task);
+        }
+        int const place = i >= count || expert < 0 ? -1 : members.place(expert, row);
+        if (i < count && task == 0)
         {
             route.places[pair] = place;
         }
-        if (place >= 0 && task < runs)
-        {
-            lay_out<kLines>(p, space, row, place, task);
-        }
-        else if (place >= 0)
+        auto* const to = static_cast<uint16_t*>(space.x) + static_cast<int64_t>(place) * space.x_pitch + task * 32;
+        run.store(reinterpret_cast<uint4*>(to), place >= 0 && task < runs);
+        if (place >= 0 && task >= runs)
         {
             clear_end<kLines>(space, place, task - runs);
         }

@@ -23,6 +23,7 @@ constexpr int kBoxes = kTokens / kBoxTokens; // sizes of copies
 constexpr int kAtom = 64; // inputs of a token that lie together: 128 bytes
 constexpr int kMostStages = 8;
 constexpr int kLeastStages = 3;
+constexpr int kStagesAhead = 3; // that are asked for before a first product's inputs are there
 
 // What the lines of a weight are of.
 enum class Lines
@@ -160,7 +161,7 @@ __device__ __forceinline__ int cost_of(int tokens)
 {
     if constexpr (kLines == Lines::kE2m1)
     {
-        return tokens <= 8 ? 20 : tokens <= 16 ? 23 : tokens <= 32 ? 29 : tokens <= 48 ? 34 : 42;
+        return tokens <= 8 ? 20 : tokens <= 16 ? 24 : tokens <= 32 ? 32 : tokens <= 48 ? 36 : 40;
     }
     constexpr int kWeight = kLines == Lines::kE4m3 ? 3 : 6;
     return kWeight + (tokens + kBoxTokens - 1) / kBoxTokens;
@@ -169,20 +170,19 @@ __device__ __forceinline__ int cost_of(int tokens)
 // The items of a block: units of groups one after the other. An expert that all rows go through has the largest groups,
 // the last ones, and who has them would end long after the others: then blocks have units of equal costs, as have those
 // of tiles, which are multiplied more slowly where tokens are more. Else they end sooner with equally many units each.
+template <Lines kLines>
 struct Items
 {
+    using C = Crew<kLines>;
+
     Route const& route;
     int const units; // of a group
-    bool const are_tiled; // then an item of few tokens has twice the units
-    int const most; // of an item
     int at;
     int end;
 
-    __device__ __forceinline__ Items(Launch const& launch, bool are_tiled_, int most_)
+    __device__ __forceinline__ explicit Items(Launch const& launch)
         : route(launch.p.route)
         , units(launch.units)
-        , are_tiled(are_tiled_)
-        , most(most_)
     {
         if (launch.begins)
         {
@@ -203,7 +203,7 @@ struct Items
     __device__ __forceinline__ Item next()
     {
         int4 const group = __ldcg(reinterpret_cast<int4 const*>(route.groups + at / units));
-        int const own = are_tiled && group.z <= kAloneTokens ? 2 * most : most;
+        int const own = kLines == Lines::kE2m1 && group.z <= kAloneTokens ? 2 * C::kItemUnits : C::kItemUnits;
         int const unit = at % units, count = min(own, min(units - unit, end - at));
         at += count;
         return {{group.x, group.y, group.z, group.w}, unit, count};

@@ -117,7 +117,8 @@ struct Shared
 template <Weight kWeight, bool kGateUp>
 struct Loader
 {
-    using S = Stage<lines_of(kWeight)>;
+    static constexpr Lines kLines = lines_of(kWeight);
+    using S = Stage<kLines>;
 
     Launch const& launch;
     Shared<kWeight> const& shared;
@@ -133,10 +134,11 @@ struct Loader
     {
     }
 
-    // Weights of the first stages come before the kernel waits for the one before it: that one makes the inputs.
-    __device__ __forceinline__ void load(Items items)
+    // Weights of the first stages come before the kernel waits for the one before it: that one makes the inputs. Of the
+    // first product, whose inputs are soon there, only those of a few: inputs would come behind the weights of all.
+    __device__ __forceinline__ void load(Items<kLines> items)
     {
-        int ahead = min(launch.stages, launch.steps);
+        int ahead = min(kGateUp ? kStagesAhead : launch.stages, launch.steps);
         if (!items.are_left())
         {
             wait();

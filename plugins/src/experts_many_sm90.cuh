@@ -367,7 +367,7 @@ __global__ void __launch_bounds__(Crew<lines_of(kWeight)>::kThreads, 1)
         shared.init();
     }
     __syncthreads();
-    Items items(launch, is_tiled(kWeight), C::kItemUnits);
+    Items<lines_of(kWeight)> items(launch);
     if (threadIdx.x >= C::kWarps * 32)
     {
         release_registers<C::kLoaderRegisters>();

@@ -351,8 +351,11 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
         __syncwarp(); // its ring has been read
         Share const share(p, is_real);
         Weights<kWeight, kGateUp> weights(p, layout, share, lane, ring);
+        // Half of the ring is asked for ahead of a first product's inputs, which would come behind all of it. Not where
+        // inputs are as large as what a block has of the experts.
+        constexpr int kAhead = kGateUp && kWeight != Weight::kInt4 ? kUnits / 2 : kUnits;
 #pragma unroll 1
-        for (int i = 0; i < kUnits; ++i)
+        for (int i = 0; i < kAhead; ++i)
         {
             weights.load_next();
         }
@@ -361,7 +364,6 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
             wait();
         }
         Mainloop<T, kWeight, kTiles> mainloop(p, layout, lane, ring, inputs);
-        mainloop.begin_unit(0);
         int index = share.begin / share.stride; // of a group
         int first = share.begin - index * share.stride; // of the block's share of it
         for (int from = share.begin; from < share.end; from = ++index * share.stride, first = 0)
@@ -370,6 +372,15 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
             __syncthreads();
             load_inputs<T, kWeight, kTokens, kGateUp>(p, layout, group, inputs);
             __syncthreads();
+            if (from == share.begin)
+            {
+#pragma unroll 1
+                for (int i = kAhead; i < kUnits; ++i)
+                {
+                    weights.load_next();
+                }
+                mainloop.begin_unit(0);
+            }
             int const tiles = kTiles == 1 ? 1 : (group.tokens + 7) / 8;
             int const last = min(share.granules, share.end - index * share.stride);
             for (int granule = first + warp; granule < last; granule += warps)
