@@ -458,7 +458,7 @@ typedef struct
     int32_t rows; /* N, at most DFLASH_MOE_MOST_ROWS */
     int32_t hidden; /* H */
     int32_t columns; /* F, of each expert, that this rank has */
-    int32_t experts; /* on all ranks, at most 384 */
+    int32_t experts; /* on all ranks, at most 512 */
     int32_t first;
     int32_t count;
     int32_t top_k; /* at most 32, with the shared expert */

@@ -157,18 +157,18 @@ __device__ __forceinline__ void clear_end(Workspace const& space, int place, int
     reinterpret_cast<uint4*>(to)[chunk] = {};
 }
 
-// What experts' units cost, for the division of products among their blocks.
-struct Costs
+// Where experts begin, for the division of products among their blocks.
+struct Spans
 {
-    int before[kMostExperts + 1]; // of the experts before
-    OwnGroups own[kMostExperts + 1];
+    int cost_before[kMostExperts + 1]; // of a unit of each group of the experts before
+    OwnGroups groups[kMostExperts + 1];
 };
 
 // Divides both products among their blocks, by a thread for each: it finds the unit that its block begins with. own: of
 // the thread's expert.
 template <Lines kLines>
 __device__ __forceinline__ void divide(
-    dflash_moe_params const& p, Workspace const& space, OwnGroups const& own, Costs& costs, uint32_t* sums, bool writes)
+    dflash_moe_params const& p, Workspace const& space, OwnGroups const& own, Spans& spans, uint32_t* sums, bool writes)
 {
     int const whole = many::cost_of<kLines>(many::kTokens), experts = own_experts(p), blocks = space.blocks;
     auto const cost_of_rest
@@ -177,32 +177,31 @@ __device__ __forceinline__ void divide(
     int const before = scan(own.rows / many::kTokens * whole + cost_of_rest(own.rows), sums, total);
     if (static_cast<int>(threadIdx.x) < experts)
     {
-        costs.before[threadIdx.x] = before;
-        costs.own[threadIdx.x] = own;
+        spans.cost_before[threadIdx.x] = before;
+        spans.groups[threadIdx.x] = own;
     }
     __syncthreads();
     for (int i = threadIdx.x; i < 2 * blocks; i += kRouteThreads)
     {
-        bool const is_down = i >= blocks;
+        bool const is_down = i >= blocks; // which is no index: Workspace would be copied to local memory for it
         int const units = is_down ? space.units[1] : space.units[0], block = is_down ? i - blocks : i;
         int const place = share_begin(total * units, block, blocks); // in the costs of all units
-        int expert = 0; // the last that begins there or before
-        for (int past = experts; past - expert > 1;)
+        // The last expert that begins there or before. Those without rows begin where the next one does.
+        int expert = 0, past = experts;
+        while (past - expert > 1)
         {
             int const middle = (expert + past) / 2;
-            bool const is_before = costs.before[middle] * units <= place;
-            expert = is_before ? middle : expert;
-            past = is_before ? past : middle;
+            (spans.cost_before[middle] * units <= place ? expert : past) = middle;
         }
-        OwnGroups const found = costs.own[expert];
-        int const own_place = place - costs.before[expert] * units, full = found.rows / many::kTokens;
-        int const group = min(own_place / (whole * units), full);
-        int const each = group < full ? whole : max(1, cost_of_rest(found.rows));
-        int const unit = (own_place - group * whole * units + each - 1) / each;
+        OwnGroups const groups = spans.groups[expert];
+        int const place_of_expert = place - spans.cost_before[expert] * units, full = groups.rows / many::kTokens;
+        int const group = min(place_of_expert / (whole * units), full);
+        int const each = group < full ? whole : max(1, cost_of_rest(groups.rows)); // 1: nobody has rows
+        int const unit = (place_of_expert - group * whole * units + each - 1) / each;
         if (writes)
         {
             int32_t* const begins = is_down ? space.begins[1] : space.begins[0];
-            begins[block] = (found.first + group) * units + unit;
+            begins[block] = (groups.first + group) * units + unit;
         }
     }
     if (writes && threadIdx.x == 0)
@@ -219,16 +218,18 @@ __global__ void __launch_bounds__(kRouteThreads)
     lay_out_kernel(dflash_moe_params const p, Workspace const space, int const block_rows)
 {
     __shared__ Members members;
-    __shared__ Costs costs;
+    __shared__ Spans spans;
     __shared__ uint32_t sums[kRouteThreads / 32];
     Route const& route = space.route;
     members.clear(own_experts(p));
     int const chosen = experts_of_row(p), pairs = p.rows * chosen;
     int const first = blockIdx.x * block_rows * chosen, past = min(p.rows, (blockIdx.x + 1) * block_rows) * chosen;
-    // Both are even: two neighbouring lanes have tasks of one kind and pair.
-    int const runs = space.x_pitch / 32, chunks = p.columns < space.h_pitch ? many::Stage<kLines>::kColumns / 8 : 0;
+    constexpr int kColumns = many::Stage<kLines>::kColumns;
+    static_assert(
+        kColumns % 64 == 0); // runs and chunks are even: two neighbouring lanes have tasks of one kind and pair
+    int const runs = space.x_pitch / 32, chunks = p.columns < space.h_pitch ? kColumns / 8 : 0;
     int const tasks = runs + chunks, count = (past - first) * tasks;
-    bool const writes = blockIdx.x == 0;
+    bool const is_first_block = blockIdx.x == 0, has_all_experts = p.count == p.experts;
 #pragma unroll 1
     for (bool is_real : {false, true}) // first for its code, without rows
     {
@@ -246,14 +247,14 @@ __global__ void __launch_bounds__(kRouteThreads)
             }
         }
         __syncthreads();
-        OwnGroups const own = make_groups(p, route, many::kTokens, members, sums, is_real && writes);
-        if (writes && space.begins[0])
+        OwnGroups const own = make_groups(p, route, many::kTokens, members, sums, is_real && is_first_block);
+        if (is_first_block && space.begins[0])
         {
             __syncthreads(); // sums have been read
-            divide<kLines>(p, space, own, costs, sums, is_real);
+            divide<kLines>(p, space, own, spans, sums, is_real);
         }
     }
-    if (writes)
+    if (is_first_block)
     {
         __threadfence();
     }
@@ -263,8 +264,8 @@ __global__ void __launch_bounds__(kRouteThreads)
     {
         int const i = from + static_cast<int>(threadIdx.x), pair = min(first + i / tasks, past - 1), task = i % tasks;
         int const row = pair / chosen, expert = route.experts[pair];
-        Run<kLines> run;
-        if (i < count && task < runs)
+        Run<kLines> run; // on its way while its place is counted, where the rank has all experts
+        if (i < count && task < runs && (has_all_experts || expert >= 0))
         {
             run.load(p, row, task);
         }

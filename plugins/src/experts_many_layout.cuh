@@ -23,7 +23,9 @@ constexpr int kBoxes = kTokens / kBoxTokens; // sizes of copies
 constexpr int kAtom = 64; // inputs of a token that lie together: 128 bytes
 constexpr int kMostStages = 8;
 constexpr int kLeastStages = 3;
-constexpr int kStagesAhead = 3; // that are asked for before a first product's inputs are there
+// Stages whose weights a first product asks for ahead of its inputs, which would come behind the weights of all.
+constexpr int kStagesAhead = 3;
+static_assert(kStagesAhead <= kLeastStages);
 
 // What the lines of a weight are of.
 enum class Lines
@@ -154,8 +156,8 @@ struct Item
     int count;
 };
 
-// What a unit of a group costs: its weight, and as much again for so many sixteens of tokens. Of tiles as one H200 took
-// for experts of equally many tokens.
+// What a unit of a group costs: its weight, and as much again for so many sixteens of tokens. Of tiles by the time that
+// units took in steps on one H200.
 template <Lines kLines>
 __device__ __forceinline__ int cost_of(int tokens)
 {

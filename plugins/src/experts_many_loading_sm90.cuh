@@ -134,8 +134,8 @@ struct Loader
     {
     }
 
-    // Weights of the first stages come before the kernel waits for the one before it: that one makes the inputs. Of the
-    // first product, whose inputs are soon there, only those of a few: inputs would come behind the weights of all.
+    // Weights of the first stages are asked for before the kernel waits for the one before it, which makes the inputs:
+    // of the second product those of a whole ring.
     __device__ __forceinline__ void load(Items<kLines> items)
     {
         int ahead = min(kGateUp ? kStagesAhead : launch.stages, launch.steps);

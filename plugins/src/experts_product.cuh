@@ -351,8 +351,8 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
         __syncwarp(); // its ring has been read
         Share const share(p, is_real);
         Weights<kWeight, kGateUp> weights(p, layout, share, lane, ring);
-        // Half of the ring is asked for ahead of a first product's inputs, which would come behind all of it. Not where
-        // inputs are as large as what a block has of the experts.
+        // Units asked for ahead of the inputs. Those of a first product, which are there already, would come behind a
+        // whole ring. Of INT4 a ring is small beside them, and the second product asks before it waits for its inputs.
         constexpr int kAhead = kGateUp && kWeight != Weight::kInt4 ? kUnits / 2 : kUnits;
 #pragma unroll 1
         for (int i = 0; i < kAhead; ++i)
