@@ -363,10 +363,11 @@ class Scheduler:
         if launched.batch.stays:
             self._settle(launched, packed, wrote_drafter, now)
         if launched.pieces:
-            first = len(launched.batch.stays)
-            for (stay, count), ids in zip(launched.pieces, launched.outcome.read(first), strict=True):
+            (whole, begins, unpack), first = packed, len(launched.batch.stays)
+            accepted = launched.outcome.accepted[first:]
+            for (stay, count), drafts, begin in zip(launched.pieces, accepted, begins[first:], strict=True):
                 if not stay.over:
-                    self._settle_piece(stay, count, ids, launched, wrote_drafter, now)
+                    self._settle_piece(stay, count, unpack[drafts](whole, begin), launched, wrote_drafter, now)
         if launched.outcome.gains:  # of the drafts that it has made: behind what was accepted of those before
             self._draft_length.foresee(launched.outcome.gains)
         if launched.reports:

@@ -99,15 +99,10 @@ class Outcome:
             return self._wait()[:slots, first:]
         return np.fromiter(chain.from_iterable(map(islice, self.ranks, counts)), np.int32)
 
-    def read(self, first: int = 0) -> list[tuple[int, ...]]:
-        """Reads the tokens that became final, by slot of the call: the target's choices up to the first wrong draft.
-
-        Args:
-            first: slots that are left out.
-        """
+    def read(self) -> list[tuple[int, ...]]:
+        """Reads the tokens that became final, by slot of the call: the target's choices up to the first wrong draft."""
         whole, begins, unpack = self.packed()
-        slots = zip(self.accepted[first:], begins[first:], strict=True)
-        return [unpack[count](whole, begin) for count, begin in slots]
+        return [unpack[count](whole, begin) for count, begin in zip(self.accepted, begins, strict=True)]
 
     def packed(self) -> Packed:
         """Reads what `read` does, not unpacked yet: all of the matrix would be many integers for nothing.
