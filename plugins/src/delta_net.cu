@@ -115,7 +115,7 @@ __global__ void __cluster_dims__(delta::few::Division<T>::kSplits, 1, 1)
     delta::few::Place<T> const place(p);
     delta::few::Shared<T> const shared(reinterpret_cast<float*>(memory));
     delta::few::Block<T> const block{place, shared};
-    auto ahead = block.begin_ahead();
+    auto const ahead = block.begin_ahead();
     int const guess = delta::guess_slot(p, blockIdx.z);
     wait();
     wait_for_cluster(); // the other blocks can be sent to

@@ -35,14 +35,12 @@ struct Block
     Solver<T> const solver{place, shared};
     Finish<T> const finish{place, shared};
 
-    static constexpr int kNorms = D::kOfLane;
-
     // What a thread has of the weights.
     struct Ahead
     {
         typename Rows<T>::Weights weights;
         typename Solver<T>::Rate rate;
-        float norm[kNorms];
+        float norm; // of a lane's value
     };
 
     // One warp does nothing else.
@@ -75,15 +73,10 @@ struct Block
         {
             ahead.rate = solver.load_rate();
         }
-        if (!is_solver())
+        else
         {
             rows.load_weights(warp, ahead.weights);
-#pragma unroll
-            for (int j = 0; j < kNorms; ++j)
-            {
-                int const value = finish.value(j);
-                ahead.norm[j] = static_cast<float const*>(place.p.norm)[place.split * D::kValues + value];
-            }
+            ahead.norm = static_cast<float const*>(place.p.norm)[place.split * D::kValues + lane];
         }
         return ahead;
     }
@@ -157,14 +150,7 @@ struct Block
     {
         DeltaLane const at;
         // The pending rows' keys lay there: of this part both warps have read them.
-        if (D::kTiles > 1)
-        {
-            asm volatile("bar.sync %0, %1;" ::"r"(kPartMeets + part), "n"(32 * D::kTiles) : "memory");
-        }
-        else
-        {
-            __syncwarp();
-        }
+        asm volatile("bar.sync %0, %1;" ::"r"(kPartMeets + part), "n"(32 * D::kTiles) : "memory");
         float* const to = shared.parts + part * S::kPart + 2 * at.column * S::kValueStride + 16 * tile + at.row;
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -237,7 +223,7 @@ struct Block
         }
     }
 
-    __device__ __forceinline__ void work(Segment const& segment, Ahead& ahead) const
+    __device__ __forceinline__ void work(Segment const& segment, Ahead const& ahead) const
     {
         State state;
         load(segment, state);
@@ -267,7 +253,7 @@ struct Block
         keep(segment);
     }
 
-    __device__ __forceinline__ void run(Segment const& segment, Ahead& ahead) const
+    __device__ __forceinline__ void run(Segment const& segment, Ahead const& ahead) const
     {
         if (is_solver())
         {

@@ -22,20 +22,14 @@ struct Finish
     int const warp = threadIdx.x / 32;
     int const lane = threadIdx.x % 32;
 
-    // Of a warp's rows: of each a lane has some values.
-    using Numbers = float[D::kOfLane][D::kRowsOfWarp];
+    // Of a warp's rows: of each a lane has one value.
+    using Numbers = float[D::kRowsOfWarp];
 
     struct Outputs
     {
         Numbers out;
-        T gates[D::kOfLane][D::kRowsOfWarp];
+        T gates[D::kRowsOfWarp];
     };
-
-    // The j-th of a lane. Of heads of 16 two lanes have the same.
-    __device__ __forceinline__ int value(int j) const
-    {
-        return lane % D::kValues + 32 * j;
-    }
 
     __device__ __forceinline__ int row_of(int i) const
     {
@@ -49,16 +43,12 @@ struct Finish
         {
             T const* const from = place.row(segment.first_row + min(row_of(i), segment.count - 1)) + place.channels()
                 + place.first_value();
-#pragma unroll
-            for (int j = 0; j < D::kOfLane; ++j)
-            {
-                outputs.gates[j][i] = from[value(j)];
-            }
+            outputs.gates[i] = from[lane];
         }
     }
 
     // Sums up the parts: what the state has not of the rows' values, and what their queries read.
-    __device__ __forceinline__ void sum_parts(int j, float (&of_queries)[D::kRowsOfWarp]) const
+    __device__ __forceinline__ void sum_parts(Numbers& of_queries) const
     {
 #pragma unroll
         for (int i = 0; i < D::kRowsOfWarp; ++i)
@@ -67,28 +57,27 @@ struct Finish
 #pragma unroll
             for (int from = 0; from < D::kParts; ++from)
             {
-                float const* const part = shared.parts + from * S::kPart + row_of(i) * S::kValueStride + value(j);
+                float const* const part = shared.parts + from * S::kPart + row_of(i) * S::kValueStride + lane;
                 sums[0] += part[0];
                 sums[1] += part[kDeltaRows * S::kValueStride];
             }
             float const kept = shared.kept[row_of(i)];
-            float* const to = shared.values + row_of(i) * S::kValueStride + value(j);
+            float* const to = shared.values + row_of(i) * S::kValueStride + lane;
             float const left = *to - kept * sums[0];
-            __syncwarp(); // another lane may have the same
+            __syncwarp(); // or the compiler loads the next row's parts ahead, into four registers more
             *to = left;
             of_queries[i] = kept * sums[1];
         }
     }
 
     // sums[i] += row i of the warp's of mix [16, 16] * x [16, values]
-    __device__ __forceinline__ void add_mixed(
-        float const* mix, float const* x, int j, float (&sums)[D::kRowsOfWarp]) const
+    __device__ __forceinline__ void add_mixed(float const* mix, float const* x, Numbers& sums) const
     {
         float column[kDeltaRows];
 #pragma unroll
         for (int i = 0; i < kDeltaRows; ++i)
         {
-            column[i] = x[i * S::kValueStride + value(j)];
+            column[i] = x[i * S::kValueStride + lane];
         }
 #pragma unroll
         for (int i = 0; i < D::kRowsOfWarp; ++i)
@@ -107,14 +96,13 @@ struct Finish
     }
 
     // Keeps what the rows write.
-    __device__ __forceinline__ void keep_writes(
-        Segment const& segment, int j, float const (&writes)[D::kRowsOfWarp]) const
+    __device__ __forceinline__ void keep_writes(Segment const& segment, Numbers const& writes) const
     {
-        float* const to = place.writes(segment.slot, row_of(0)) + value(j);
+        float* const to = place.writes(segment.slot, row_of(0)) + lane;
 #pragma unroll
         for (int i = 0; i < D::kRowsOfWarp; ++i)
         {
-            shared.writes[row_of(i) * S::kValueStride + value(j)] = writes[i];
+            shared.writes[row_of(i) * S::kValueStride + lane] = writes[i];
             if (row_of(i) < segment.count)
             {
                 to[i * place.values_of_row()] = writes[i];
@@ -125,29 +113,19 @@ struct Finish
     __device__ __forceinline__ static void copy(Numbers const& from, Numbers& to)
     {
 #pragma unroll
-        for (int j = 0; j < D::kOfLane; ++j)
+        for (int i = 0; i < D::kRowsOfWarp; ++i)
         {
-#pragma unroll
-            for (int i = 0; i < D::kRowsOfWarp; ++i)
-            {
-                to[j][i] = from[j][i];
-            }
+            to[i] = from[i];
         }
     }
 
     // Sums of squares over all values of the head.
-    __device__ __forceinline__ void sum_squares(Outputs const& outputs, float (&sums)[D::kRowsOfWarp]) const
+    __device__ __forceinline__ void sum_squares(Numbers const& out, Numbers& sums) const
     {
 #pragma unroll
         for (int i = 0; i < D::kRowsOfWarp; ++i)
         {
-            float sum = 0.f;
-#pragma unroll
-            for (int j = 0; j < D::kOfLane; ++j)
-            {
-                sum += outputs.out[j][i] * outputs.out[j][i];
-            }
-            sums[i] = warp_sum(lane < D::kValues ? sum : 0.f);
+            sums[i] = warp_sum(out[i] * out[i]);
         }
         float const* const inbox = shared.squares;
         int const to = lane % D::kSplits;
@@ -176,34 +154,26 @@ struct Finish
         }
     }
 
-    __device__ __forceinline__ void write_out(Segment const& segment, Outputs const& outputs,
-        float const (&norm)[D::kOfLane], float const (&squares)[D::kRowsOfWarp]) const
+    __device__ __forceinline__ void write_out(
+        Segment const& segment, Outputs const& outputs, float norm, Numbers const& squares) const
     {
         int64_t const to = int64_t{segment.first_row + row_of(0)} * place.values_of_row();
-        T* const out = static_cast<T*>(place.p.out) + to + place.first_value() + value(0);
+        T* const out = static_cast<T*>(place.p.out) + to + place.first_value() + lane;
 #pragma unroll
         for (int i = 0; i < D::kRowsOfWarp; ++i)
         {
             float const root = rsqrtf(squares[i] / static_cast<float>(kSize) + place.p.norm_eps);
-            if (row_of(i) < segment.count && lane < D::kValues)
+            if (row_of(i) < segment.count)
             {
-#pragma unroll
-                for (int j = 0; j < D::kOfLane; ++j)
-                {
-                    out[i * place.values_of_row() + 32 * j]
-                        = from_float<T>(outputs.out[j][i] * root * norm[j] * quick_silu(to_float(outputs.gates[j][i])));
-                }
+                out[i * place.values_of_row()]
+                    = from_float<T>(outputs.out[i] * root * norm * quick_silu(to_float(outputs.gates[i])));
             }
         }
     }
 
-    __device__ __forceinline__ void run(Segment const& segment, float const (&norm)[D::kOfLane], Outputs& outputs) const
+    __device__ __forceinline__ void run(Segment const& segment, float norm, Outputs& outputs) const
     {
-#pragma unroll
-        for (int j = 0; j < D::kOfLane; ++j)
-        {
-            sum_parts(j, outputs.out[j]);
-        }
+        sum_parts(outputs.out);
         meet<kWorkersMeet, D::kWorkers>();
         float const* mix = shared.solved;
         float const* x = shared.values;
@@ -211,18 +181,10 @@ struct Finish
 #pragma unroll 1
         for (int turn = 0; turn < 2; ++turn) // what rows write, then what they give
         {
-#pragma unroll
-            for (int j = 0; j < D::kOfLane; ++j)
-            {
-                add_mixed(mix, x, j, sums[j]);
-            }
+            add_mixed(mix, x, sums);
             if (turn == 0)
             {
-#pragma unroll
-                for (int j = 0; j < D::kOfLane; ++j)
-                {
-                    keep_writes(segment, j, sums[j]);
-                }
+                keep_writes(segment, sums);
                 meet<kWorkersMeet, D::kWorkers>();
                 mix = shared.reads;
                 x = shared.writes;
@@ -230,8 +192,8 @@ struct Finish
             }
         }
         copy(sums, outputs.out);
-        float squares[D::kRowsOfWarp];
-        sum_squares(outputs, squares);
+        Numbers squares;
+        sum_squares(outputs.out, squares);
         write_out(segment, outputs, norm, squares);
     }
 };

@@ -34,7 +34,7 @@ struct Rows
 
     __device__ __forceinline__ void load_weights(int item, Weights& weights) const
     {
-        int const first = (item >= 4 ? place.query_channel() : place.key_channel()) + min(lane * kLane, kSize - kLane);
+        int const first = (item >= 4 ? place.query_channel() : place.key_channel()) + lane * kLane;
         T const* const conv = static_cast<T const*>(place.p.conv);
 #pragma unroll
         for (int i = 0; i < kLane; ++i)
@@ -110,16 +110,9 @@ struct Rows
     }
 
     // Convolves `count` staged rows into keys and queries, normed, and values; rows behind them become zeros.
-    __device__ __forceinline__ void convolve(Weights& weights, int count) const
+    __device__ __forceinline__ void convolve(Weights const& weights, int count) const
     {
-        for (int item = warp; item < 8; item += D::kWarps)
-        {
-            if (D::kWarps < 8)
-            {
-                load_weights(item, weights);
-            }
-            convolve_keys(weights, item, count);
-        }
+        convolve_keys(weights, warp, count);
 #pragma unroll 1
         for (int item = threadIdx.x; item < kDeltaRows * kPairs; item += D::kWorkers)
         {
@@ -144,10 +137,9 @@ struct Rows
     {
         bool const is_query = item >= 4;
         int const first = item % 4 * 4;
-        int const number = min(lane * kLane, kSize - kLane);
+        int const number = lane * kLane;
         T const* const from = shared.raw + first * S::kRawStride + (is_query ? 0 : kSize) + number;
         float const scale = is_query ? rsqrtf(static_cast<float>(kSize)) : 1.f;
-        bool const has_numbers = lane * kLane < kSize;
         SplitRows<kSize> const to = shared.rows(is_query);
         float sums[4] = {}; // those of the rows so far stand last
 #pragma unroll 1
@@ -166,12 +158,9 @@ struct Rows
             {
                 float const out = mix(weights.keys[j], x[0].at[j], x[1].at[j], x[2].at[j], x[3].at[j]);
                 y[j] = first + i < count ? out : 0.f;
-                sum += has_numbers ? y[j] * y[j] : 0.f;
+                sum += y[j] * y[j];
             }
-            if (has_numbers)
-            {
-                to.keep(first + i, number, {y[0], y[1], y[2], y[3]});
-            }
+            to.keep(first + i, number, {y[0], y[1], y[2], y[3]});
 #pragma unroll
             for (int j = 0; j < 3; ++j)
             {
@@ -192,11 +181,8 @@ struct Rows
         for (int i = 0; i < 4; ++i)
         {
             float const by = rsqrtf(sums[0] + kLengthEps) * scale;
-            if (has_numbers)
-            {
-                float4 const y = to.kept(first + i, number);
-                to.store(first + i, number, FourParts(float4{y.x * by, y.y * by, y.z * by, y.w * by}));
-            }
+            float4 const y = to.kept(first + i, number);
+            to.store(first + i, number, FourParts(float4{y.x * by, y.y * by, y.z * by, y.w * by}));
 #pragma unroll
             for (int j = 0; j < 3; ++j)
             {

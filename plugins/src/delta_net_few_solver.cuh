@@ -67,12 +67,7 @@ struct Solver
         gates.share = column < count ? 1.f / (1.f + expf(-gates.share)) : 0.f;
         shared.decays[column] = gates.decay;
         shared.kept[column] = product_to(gates.decay);
-        shared.pending_behind[column] = product_behind(gates.pending_decay);
-        float const kept = product_to(gates.pending_decay);
-        if (lane == kDeltaRows - 1)
-        {
-            *shared.pending_kept = kept;
-        }
+        multiply_pending(gates.pending_decay, shared.pending_behind, *shared.pending_kept);
         weigh(gates);
     }
 

@@ -44,9 +44,9 @@ struct Division
     static constexpr int kParts = kWarps / kTiles; // of keys, a warp has one
     static constexpr int kPartKeys = kSize / kParts;
     static constexpr int kRowsOfWarp = kDeltaRows / kWarps; // that a warp finishes
-    static constexpr int kOfLane = (kValues + 31) / 32; // values that a lane has of them
     static constexpr int kWorkers = 32 * kWarps;
     static constexpr int kThreads = kWorkers + 32;
+    static_assert(kWarps == 8 && kValues == 32 && kSize == 32 * kLane); // as work is given to warps and lanes
 };
 
 // Where a block's numbers lie in memory. Blocks: a key head's value heads, and the splits of each (x), key heads (y),
