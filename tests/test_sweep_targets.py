@@ -103,6 +103,18 @@ def test_latencies_and_throughput_are_those_of_the_responses(server, concurrency
     assert point.output_tokens_per_second == pytest.approx(len(replies) * tokens / seconds, rel=1e-4)
 
 
+def test_no_proxy_stands_before_what_is_measured(server, monkeypatch):
+    server.page = OURS
+    for name in ("http_proxy", "HTTP_PROXY", "grpc_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    _, point = measure(server, 1, 1)
+    assert (point.requests, point.errors) == (1, {})
+    if server.url.startswith("http"):
+        assert find_metrics(f"{server.url}/metrics").server == "trtllm-dflash"
+
+
 def test_what_the_server_says_of_drafts_is_kept(server):
     _, point = measure(server, 1, 1)
     steps, committed = len(servers.TOKENS) - 1, sum(servers.TOKENS) - 1

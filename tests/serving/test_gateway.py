@@ -727,6 +727,17 @@ def test_a_long_prompt_does_not_hold_up_streams(tiny_engine, monkeypatch, path):
     assert pieces > 20
 
 
+def test_no_proxy_stands_between_the_gateway_and_triton(tiny_engine, monkeypatch):
+    for name in ("http_proxy", "grpc_proxy", "https_proxy"):
+        monkeypatch.setenv(name, f"http://{nowhere()}")
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with fake_triton(lambda _: iter([response("ok", 1, "stop")])) as (_, triton), gateway(tiny_engine, triton) as url:
+        assert Reply(url, "/health").status == 200
+        reply = Reply(url, "/v1/completions", b'{"model": "tiny", "prompt": "a"}')
+        assert reply.json()["choices"][0]["text"] == "ok"
+
+
 def test_sixty_four_streams_share_one_channel(tiny_engine):
     together = threading.Barrier(64, timeout=PATIENCE)
 

@@ -39,7 +39,9 @@ _OUTPUTS = (
 _IDS = ("output_ids", "accepted_per_step")
 _LOGPROBS = ("output_log_probs", "top_log_prob_ids", "top_log_probs")
 _PROMPT_LOGPROBS = ("prompt_log_probs", "prompt_top_log_prob_ids", "prompt_top_log_probs")
-_CHANNEL = [
+#: Options of a channel to a Triton server.
+CHANNEL = [
+    ("grpc.enable_http_proxy", 0),  # gRPC would ask the environment's, which does not know this machine's ports
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     # gRPC would wait up to two minutes before it tries a restarted server again. The least wait stays what it is, for
@@ -123,7 +125,7 @@ class TritonClient:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._grpc = InferenceServerClient(url, channel_args=_CHANNEL)
+        self._grpc = InferenceServerClient(url, channel_args=CHANNEL)
         self._closed = False
 
     async def close(self) -> None:

@@ -14,7 +14,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from trtllm_dflash.checkpoint.folder import read_json
 from trtllm_dflash.errors import RequestError, SettingsError
 from trtllm_dflash.runtime.request import SamplingParams
-from trtllm_dflash.serving.client import UnavailableError
+from trtllm_dflash.serving.client import CHANNEL, UnavailableError
 from trtllm_dflash.sweep.dataset import Message
 from trtllm_dflash.sweep.load import CHECK_SECONDS, Arm, Reply, Request, Target
 from trtllm_dflash.sweep.runtime_metrics import Reading, find_metrics
@@ -30,7 +30,6 @@ _OUTPUTS = (
     "accepted_per_step",
     "finish_reason",
 )
-_CHANNEL = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 
 Render = Callable[[list[Message]], str]
 Count = Callable[[str], int]
@@ -92,7 +91,7 @@ class TritonTarget(Target):
     ) -> None:
         self._name, self._metrics = name or f"--url {url}", metrics
         self._model, self._render, self._count = model, render, count
-        self._grpc = InferenceServerClient(url, channel_args=_CHANNEL)
+        self._grpc = InferenceServerClient(url, channel_args=CHANNEL)
         self._known: frozenset[str] = frozenset()  # names of inputs and outputs
 
     async def close(self) -> None:
