@@ -131,11 +131,23 @@ def test_only_unary_calls_get_a_model_that_does_not_stream(repository, tiny_engi
 
 
 def test_a_path_with_odd_characters_stays_what_it_is(tiny_engine, tmp_path):
-    odd = tmp_path / 'a "quoted" \\ $engine\né'
+    odd = tmp_path / 'a "quoted" \\ $engine\n'
     odd.symlink_to(tiny_engine)
     text = render(odd, DeploySettings())["tensorrt_llm/config.pbtxt"]
     parameters = text_format.Parse(text, ModelConfig()).parameters
     assert parameters["engine"].string_value == str(odd)
+
+
+def test_a_folder_that_tritons_models_could_not_open_is_refused_by_its_flag(tiny_engine, tmp_path, monkeypatch):
+    """Their Python encodes names of files in ASCII, whatever the locale."""
+    odd = tmp_path / "modèles"
+    odd.mkdir()
+    (odd / "tiny").symlink_to(tiny_engine)
+    assert refusal("deploy", "--engine", odd / "tiny", "--output", tmp_path / "r").startswith(f"error: --engine {odd}")
+    with pytest.raises(SettingsError, match=f"^--harvest {odd}: .*ASCII"):
+        render(tiny_engine, DeploySettings(harvest=str(odd)))
+    monkeypatch.chdir(odd)
+    render(tiny_engine, DeploySettings())  # without a harvest the working directory is no matter
 
 
 def test_settings_reach_the_engine(tiny_engine):

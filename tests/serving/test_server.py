@@ -152,6 +152,19 @@ def test_a_repository_whose_path_a_shell_would_read_otherwise_is_served(served_e
     assert (repository / "echo" / "config.pbtxt").is_file()
 
 
+def test_an_engine_whose_path_is_not_ascii_is_served(triton, tmp_path):
+    """Triton's Python models could not open it by its own name."""
+    engine = build_tiny(tmp_path / "modèles" / "tiny", **FEW_STEPS)
+    with serve("--engine", engine, "--no-draft", "--json") as run:
+        at = json.loads(run.line())
+        assert get(at["http"], "/v2/models/tensorrt_llm/ready")[0] == 200
+        run.process.send_signal(signal.SIGINT)
+        assert run.ends()[0] == 130
+        wait_until(run.leaves_nothing, "nothing of it is left")
+    assert not Path(at["log"]).parent.exists()
+    assert (engine / "config.json").is_file()
+
+
 def test_a_temporary_folder_that_a_shell_would_read_otherwise_is_refused(served_engine, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "a b"))
     assert "TMPDIR" in refused("--engine", served_engine)

@@ -27,6 +27,11 @@ def is_found(place: Path) -> bool:
     return shlex.quote(str(place)) == str(place)
 
 
+def is_named(place: Path) -> bool:
+    """Whether Triton's Python models can open a place by its name: they encode names in ASCII, whatever the locale."""
+    return os.path.abspath(place).isascii()
+
+
 class DeploySettings(ServiceSettings):
     """Settings of a model repository: its models' defaults, and how they share the engine.
 
@@ -83,9 +88,12 @@ def render(engine: Path, settings: DeploySettings) -> dict[str, str]:
 
     Raises:
         EngineError: it is no engine directory.
-        SettingsError: it cannot draft so many tokens, or no such tree.
+        SettingsError: it cannot draft so many tokens, or no such tree; or Triton's models cannot open a folder.
     """
     config = read_config(engine)
+    for flag, place in (("--engine", str(engine)), ("--harvest", settings.harvest)):
+        if place and not is_named(Path(place)):
+            raise SettingsError(f"{flag} {place}: Triton's Python models open ASCII paths alone; link to it from one")
     check_draft_length(settings.draft_length, config.block_size)
     # Where `auto` finds a GPU, loading refuses trees.
     check_trees(config, settings.draft_tree, on_gpu=settings.device == "cuda")

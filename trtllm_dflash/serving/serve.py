@@ -15,7 +15,7 @@ from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.serving.claim import Claim
 from trtllm_dflash.serving.endpoints import Endpoints
 from trtllm_dflash.serving.gate import Gate
-from trtllm_dflash.serving.repository import DeploySettings, deploy, is_found, render
+from trtllm_dflash.serving.repository import DeploySettings, deploy, is_found, is_named, render
 from trtllm_dflash.serving.server import DRAIN_SECONDS, RANK_MODEL, Server
 from trtllm_dflash.serving.triton import EXTRA
 
@@ -99,11 +99,11 @@ def serving(
         stack.callback(claim.release)
         served = claim.folder / "repository"
         if repository is None:
-            deploy(engine, served, settings)
+            place = engine if is_named(engine) else _linked(claim.folder / "engine", engine, stack)
+            deploy(place, served, settings)
         else:
             # Its own path may be one that Triton's shell reads otherwise, as below.
-            served.symlink_to(repository.absolute())
-            stack.callback(served.unlink)
+            _linked(served, repository, stack)
         server = Server(served, endpoints, config.tp, log, progress, drain_seconds=drain_seconds)
         stack.enter_context(server)
         gateway = stack.enter_context(GatewayThread(app, endpoints)) if app is not None else None
@@ -118,6 +118,13 @@ def serving(
                 server.drain()
             finally:
                 gate.shut()
+
+
+def _linked(link: Path, place: Path, stack: ExitStack) -> Path:
+    """Makes a link to a place, which goes with the stack; returns the link."""
+    link.symlink_to(place.absolute())
+    stack.callback(link.unlink)
+    return link
 
 
 def _check_temporary() -> None:
