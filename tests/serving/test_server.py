@@ -576,6 +576,13 @@ def test_numpy_2_is_refused_with_the_remedy(wheel, monkeypatch, tmp_path):
         wheel.prepare(tmp_path)
 
 
+def test_an_environment_that_tritons_models_could_not_import_from_is_refused(wheel, monkeypatch, tmp_path):
+    """Triton would wait for them for ever."""
+    monkeypatch.setattr("sys.prefix", "/home/josé/.venv")
+    with pytest.raises(EngineError, match=r"^/home/josé/\.venv: .* ASCII paths alone"):
+        wheel.prepare(tmp_path)
+
+
 def test_a_missing_libpython_is_refused_with_the_package(wheel, monkeypatch, tmp_path):
     done = subprocess.CompletedProcess([], 0, stdout="\tlibpython3.11.so.1.0 => not found\n")
     monkeypatch.setattr("subprocess.run", lambda *words, **options: done)

@@ -12,6 +12,7 @@ from trtllm_dflash.engine.directory import not_replaced, read_config, written_as
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.runtime.draft_length import check_draft_length
 from trtllm_dflash.runtime.settings import ServiceSettings
+from trtllm_dflash.serving.triton import is_named
 from trtllm_dflash.session.kernels import Kernels
 from trtllm_dflash.session.trees import DraftTreeChoice, check_trees
 
@@ -25,11 +26,6 @@ _SPARE_REQUESTS = 64
 def is_found(place: Path) -> bool:
     """Whether Triton, which names its Python models' places to a shell without quotes, finds them there."""
     return shlex.quote(str(place)) == str(place)
-
-
-def is_named(place: Path) -> bool:
-    """Whether Triton's Python models can open a place by its name: they encode names in ASCII, whatever the locale."""
-    return os.path.abspath(place).isascii()
 
 
 class DeploySettings(ServiceSettings):

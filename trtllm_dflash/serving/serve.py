@@ -15,9 +15,9 @@ from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.serving.claim import Claim
 from trtllm_dflash.serving.endpoints import Endpoints
 from trtllm_dflash.serving.gate import Gate
-from trtllm_dflash.serving.repository import DeploySettings, deploy, is_found, is_named, render
+from trtllm_dflash.serving.repository import DeploySettings, deploy, is_found, render
 from trtllm_dflash.serving.server import DRAIN_SECONDS, RANK_MODEL, Server
-from trtllm_dflash.serving.triton import EXTRA
+from trtllm_dflash.serving.triton import EXTRA, is_named
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

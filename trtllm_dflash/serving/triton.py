@@ -48,6 +48,9 @@ class Triton:
         Raises:
             EngineError: this Python cannot run models in it.
         """
+        for place in (sys.prefix, __file__):
+            if not is_named(Path(place)):
+                raise EngineError(f"{place}: Triton's Python models import from ASCII paths alone; install elsewhere")
         # The process of a Python model takes its interpreter's prefix, and so its packages, from `python3` on PATH.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         environment = {**os.environ, "PATH": path}
@@ -89,6 +92,11 @@ class Triton:
         _check_libraries(self.executable, environment)
         _check_libraries(stub, environment)
         return [str(self.executable), f"--backend-directory={folder / 'backends'}"], environment
+
+
+def is_named(place: Path) -> bool:
+    """Whether Triton's Python models can open a place by its name: they encode names in ASCII, whatever the locale."""
+    return os.path.abspath(place).isascii()
 
 
 def shut_off() -> list[str]:
