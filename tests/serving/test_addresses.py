@@ -43,6 +43,17 @@ def test_a_page_that_is_named_may_use_the_api_and_no_other(ports):
             assert "access-control-allow-origin" not in reply.headers
 
 
+def test_a_page_of_the_internet_may_use_the_api_on_loopback_where_it_is_named(ports):
+    """Browsers that keep pages from private networks ask in one with the rest, and take a refusal for both."""
+    open_to_page, _ = ports
+    asks = {**PREFLIGHT, "Access-Control-Request-Private-Network": "true"}
+    for origin, status, allowed in ((PAGE, 200, "true"), ("https://other.example", 400, None)):
+        asked = open_to_page.options("/v1/responses", headers={**asks, "Origin": origin})
+        assert (asked.status_code, asked.headers.get("access-control-allow-private-network")) == (status, allowed)
+    plain = open_to_page.options("/v1/responses", headers={**PREFLIGHT, "Origin": PAGE})
+    assert "access-control-allow-private-network" not in plain.headers
+
+
 def test_models_are_found_however_a_client_writes_their_address(ports):
     _, client = ports
     assert client.get("/v1/models/").json() == client.get("/v1/models").json()

@@ -1,6 +1,7 @@
 """The OpenAI gateway: over the real server, and over a fake one for what a real one does not do on demand."""
 
 import asyncio
+import gzip
 import http.client
 import json
 import re
@@ -510,6 +511,13 @@ def test_a_body_that_is_too_long_is_refused_before_it_is_read(alone):
 def test_a_web_page_cannot_post_here(alone):
     reply = Reply(alone, "/v1/completions", b"{}", Authorization="Bearer sesame", Content_Type="text/plain")
     assert reply.status == 415
+
+
+def test_a_body_that_is_compressed_is_refused_as_such(alone):
+    body, sesame = b'{"model": "tiny", "prompt": "a"}', {"Authorization": "Bearer sesame"}
+    reply = Reply(alone, "/v1/completions", gzip.compress(body), Content_Encoding="gzip", **sesame)
+    assert (reply.status, reply.json()["error"]["param"]) == (415, "Content-Encoding")
+    assert Reply(alone, "/v1/completions", body, Content_Encoding="identity", **sesame).status == 503  # Triton's away
 
 
 @pytest.mark.parametrize("key", ["x", "wrong", "sesame2", "sesam\xe9"])

@@ -50,7 +50,7 @@ class Bodies:
         """Reads a request's body, and returns what `work` makes of it on a thread.
 
         Raises:
-            ApiError: the body is too long, does not come, is no JSON by its type, or too many are held.
+            ApiError: the body is too long, does not come, is no JSON by its headers, or too many are held.
             ClientDisconnect: the client has gone.
         """
         async with self._read(request) as body:
@@ -90,6 +90,9 @@ class Bodies:
         # Another type would let any web page that a user of this machine opens post here.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(415, "the body must be JSON: Content-Type: application/json", "Content-Type")
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise ApiError(415, f"Content-Encoding {encoding[:64]}: send the body as it is", "Content-Encoding")
         length = request.headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._most:
             raise self._too_long()

@@ -10,7 +10,6 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, SecretStr
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from trtllm_dflash import __version__
@@ -22,7 +21,7 @@ from trtllm_dflash.serving.bodies import Bodies
 from trtllm_dflash.serving.client import TritonClient
 from trtllm_dflash.serving.event_stream import EventStream, while_connected
 from trtllm_dflash.serving.gate import Gate
-from trtllm_dflash.serving.openai.door import Door, broken, refused
+from trtllm_dflash.serving.openai.door import Door, Pages, broken, refused
 from trtllm_dflash.serving.openai.errors import ApiError
 from trtllm_dflash.serving.openai.jobs import Job
 from trtllm_dflash.serving.openai.preparation import Preparation
@@ -91,7 +90,7 @@ def create_app(settings: GatewaySettings, gate: Gate | None = None) -> FastAPI:
     app.add_middleware(Door, api_key=settings.api_key, gate=gate)
     if settings.origins:  # before the door: a browser asks whether it may without the key
         app.add_middleware(
-            CORSMiddleware,
+            Pages,
             allow_origins=settings.origins,
             allow_methods=("GET", "HEAD", "POST"),
             allow_headers=("*",),

@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from pydantic import SecretStr
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trtllm_dflash.errors import ShutdownError
@@ -17,6 +18,7 @@ from trtllm_dflash.serving.openai.errors import ApiError
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
+_PRIVATE_NETWORK = "access-control-{}-private-network"
 _AGAIN_ELSEWHERE = {"Retry-After": "1", "Connection": "close"}
 
 
@@ -60,6 +62,22 @@ class Door:
         return self._key is None or (
             scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), self._key)
         )
+
+
+class Pages(CORSMiddleware):
+    """Middleware that lets scripts of the pages at `allow_origins` use the API, also on loopback from the internet.
+
+    Chromium's browsers ask that too for some years, in the question whether the page may use it at all.
+    """
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """Answers what a browser asks before a page's request."""
+        asked = _PRIVATE_NETWORK.format("request")
+        others = [(name, value) for name, value in request_headers.raw if name != asked.encode()]
+        response = super().preflight_response(Headers(raw=others))  # later releases refuse what asks that
+        if asked in request_headers and response.status_code == 200:
+            response.headers[_PRIVATE_NETWORK.format("allow")] = "true"
+        return response
 
 
 def refusal(error: ApiError) -> Response:
