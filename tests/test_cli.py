@@ -57,6 +57,13 @@ def test_a_full_disk_is_one_line_for_help_and_version_too(flag):
     assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")
 
 
+def test_a_working_directory_that_was_removed_is_one_line(tmp_path, monkeypatch):
+    """MKL would end the process there, and name a library that is not missing."""
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    assert refusal("inspect", "tiny") == "error: the working directory was removed; cd to one that is there"
+
+
 def test_the_module_runs_as_a_program_and_does_not_wait_for_torch():
     script = (
         "import runpy, sys\n"

@@ -29,7 +29,7 @@ from trtllm_dflash.commands.serve import serve
 from trtllm_dflash.commands.sweep import sweep
 from trtllm_dflash.commands.terminal import logged_to_terminal
 from trtllm_dflash.commands.train import train
-from trtllm_dflash.errors import DFlashError
+from trtllm_dflash.errors import DFlashError, SettingsError
 
 #: Objects that a command makes before Python looks for garbage among them: its 700 are a tenth of a command's start.
 _YOUNG_OBJECTS = 10_000
@@ -46,6 +46,7 @@ class _Commands(click.Group):
         # A polite kill unwinds as an error does: what is half-written goes, and the ranks are let go.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         with self._told():
+            _check_working_directory()
             return super().invoke(ctx)
 
     @contextmanager
@@ -72,6 +73,14 @@ class _Commands(click.Group):
     def _fail(message: str, code: int) -> NoReturn:
         click.echo(f"error: {' '.join(message.split())}", err=True)
         sys.exit(code)
+
+
+def _check_working_directory() -> None:
+    """Refuses a working directory that was removed: libraries end the process there, and name something else."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise SettingsError("the working directory was removed; cd to one that is there") from None
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
