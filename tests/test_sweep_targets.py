@@ -18,6 +18,7 @@ from trtllm_dflash import SamplingParams
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.sweep.dataset import Dataset, Sample
 from trtllm_dflash.sweep.load import Amount, ClosedLoop, Reply, Traits, run_load
+from trtllm_dflash.sweep.openai_errors import NO_HTTP
 from trtllm_dflash.sweep.runtime_metrics import find_metrics, parse_metrics
 from trtllm_dflash.sweep.summary import Round, summarize
 from trtllm_dflash.text.tokenizer import TextCodec
@@ -246,6 +247,12 @@ def test_a_server_of_something_else_is_told_from_one_of_openais_api(tmp_path):
     with listening(Nothing) as url:
         said = refusal("sweep", "--url", url, "--output", tmp_path / "out")
     assert "no OpenAI API answers there: HTTP 404" in said and "Triton is given by its gRPC, as HOST:PORT" in said
+
+
+@pytest.mark.parametrize("server", ["triton"], indirect=True)
+def test_what_grpc_answers_an_http_client_is_not_shown(server, tmp_path):
+    said = refusal("sweep", "--url", f"http://{server.url}", "--output", tmp_path / "out")
+    assert said == f"error: --url http://{server.url}: no OpenAI API answers there: {NO_HTTP}"
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:9", "http://127.0.0.1:9"])

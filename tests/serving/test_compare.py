@@ -11,12 +11,14 @@ import pytest
 from tests.conftest import TINY, refusal, run
 from tests.http_servers import listening
 from tests.serving.conftest import ANYWHERE
+from tests.serving.fake_triton import fake_triton
 from tests.serving.test_gateway import gateway
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.commands.compare import UNSAFE
 from trtllm_dflash.engine.directory import digest
 from trtllm_dflash.foreign.compare import NEAR_TIE, Reply, Token, find_difference, shipped_prompts
 from trtllm_dflash.pairs.prompts import read_prompts
+from trtllm_dflash.sweep.openai_errors import NO_HTTP
 
 pytestmark = pytest.mark.slow
 
@@ -291,6 +293,9 @@ def test_what_cannot_be_compared_is_one_line():
     with saying([THE]) as (url, _):
         line = refusal("compare", "--a", url, "--b", "http://127.0.0.1:9", "--number", 1)
         assert "--b http://127.0.0.1:9: no OpenAI API answers there" in line
+        with fake_triton(lambda _: iter(())) as (_, grpc):
+            line = refusal("compare", "--a", url, "--b", f"http://{grpc}", "--number", 1)
+        assert line.endswith(f"no OpenAI API answers there: {NO_HTTP}")
         assert "is not a JSON object" in refusal("compare", "--a", url, "--b", url, "--body-b", "[1]")
     with saying([THE], models=("x", "y")) as (url, _):
         assert "--model-a: say which; the server has: x, y" in refusal("compare", "--a", url, "--b", url)

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.pairs.prompts import PROMPTS
-from trtllm_dflash.sweep.openai_errors import OTHER_FORM, error_text, refusal
+from trtllm_dflash.sweep.openai_errors import NO_HTTP, OTHER_FORM, error_text, refusal
 from trtllm_dflash.sweep.runtime_metrics import SETTLE_SECONDS, Drafts, Reading, drafts_of_reply, read_metrics
 
 #: Log-probabilities (natural) that two tokens may be apart where two servers chose differently: two steps of BF16 for a
@@ -430,7 +430,9 @@ class _Client:
                 raise EngineError(f"{self._flag}: {refused}") from None
             raise
         except (OSError, http.client.HTTPException) as error:
-            reason = str(error) or type(error).__name__
+            # One of them is an OSError, too: a connection that ended before any answer.
+            is_http = isinstance(error, OSError) or not isinstance(error, http.client.BadStatusLine)
+            reason = (str(error) or type(error).__name__) if is_http else NO_HTTP
             raise EngineError(f"{self._flag}: no OpenAI API answers there: {reason}") from None
         finally:
             connection.close()

@@ -7,6 +7,9 @@ from typing import Any
 #: What reading a document raises that has another form than OpenAI's: no JSON, or other types, or nested without end.
 OTHER_FORM = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
+#: Why a server cannot be asked whose first bytes are no answer of HTTP's: they are not for a terminal.
+NO_HTTP = "what answers is not HTTP, but Triton's gRPC, say"
+
 
 def error_text(body: Mapping[str, Any]) -> str:
     """Reads the message of an error, as a text that can be written anywhere: without halves of surrogate pairs."""

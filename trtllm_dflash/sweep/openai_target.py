@@ -10,7 +10,7 @@ from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.serving.client import UnavailableError
 from trtllm_dflash.sweep.load import CHECK_SECONDS, Arm, Reply, Request, Target
-from trtllm_dflash.sweep.openai_errors import OTHER_FORM, error_text, refusal
+from trtllm_dflash.sweep.openai_errors import NO_HTTP, OTHER_FORM, error_text, refusal
 from trtllm_dflash.sweep.runtime_metrics import Reading, drafts_of_reply, find_metrics, read_metrics
 
 
@@ -57,6 +57,8 @@ class OpenAITarget(Target):
                 status, body = answer.status, await answer.read()
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             reason = str(error) or f"nothing came in {CHECK_SECONDS:g} s"
+            if isinstance(error, aiohttp.ClientResponseError):
+                reason = NO_HTTP
             raise UnavailableError(f"{self._name}: no OpenAI API answers there: {reason}") from None
         if status == 404:  # Triton's HTTP, say, whose gRPC is what is swept
             said = f"{self._name}: no OpenAI API answers there: {refusal(status, body)}"
