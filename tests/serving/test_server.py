@@ -1,5 +1,6 @@
 """`serve`: what it starts, what it says, and that nothing of it stays, however it ends."""
 
+import errno
 import http.client
 import json
 import os
@@ -168,6 +169,14 @@ def test_an_engine_whose_path_is_not_ascii_is_served(triton, tmp_path):
 def test_a_temporary_folder_that_a_shell_would_read_otherwise_is_refused(served_engine, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "a b"))
     assert "TMPDIR" in refused("--engine", served_engine)
+
+
+def test_a_temporary_folder_that_is_full_is_named(served_engine, monkeypatch):
+    def is_full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", is_full)
+    assert refused("--engine", served_engine).endswith("cannot be written: No space left on device (TMPDIR)")
 
 
 def test_a_truncated_engine_is_one_line_with_the_engines_own_error(triton, served_engine, tmp_path):

@@ -50,7 +50,7 @@ def plan_file(rank: int) -> str:
 
 
 @contextmanager
-def written_aside(path: Path, what: str = "engine", *, replaces: bool) -> Iterator[Path]:
+def written_aside(path: Path, what: str = "engine", *, replaces: bool, knob: str = "--output") -> Iterator[Path]:
     """Makes a folder to write into that becomes `path` at the end; after an error or Ctrl-C nothing is left of it.
 
     Where `path` is a link, what it leads to is written. What a process that was killed has left goes when the next one
@@ -58,6 +58,7 @@ def written_aside(path: Path, what: str = "engine", *, replaces: bool) -> Iterat
 
     Args:
         replaces: what stands at `path` by then goes; else only an empty folder does.
+        knob: that says where `path` is, for errors.
 
     Raises:
         EngineError: it cannot be written; or without `replaces`, another process has made it meanwhile.
@@ -88,7 +89,7 @@ def written_aside(path: Path, what: str = "engine", *, replaces: bool) -> Iterat
             _rename_to_new(aside, path, named, what)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise EngineError(f"{named}: the {what} cannot be written: {reason} (--output)") from error
+        raise EngineError(f"{named}: the {what} cannot be written: {reason} ({knob})") from error
     finally:
         if lock is not None:
             os.close(lock)

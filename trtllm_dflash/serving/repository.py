@@ -52,11 +52,18 @@ class DeploySettings(ServiceSettings):
     deadline_seconds: Annotated[float, Field(gt=0, le=2**31 // 1000)] = 600.0
 
 
-def deploy(engine: Path, output: Path, settings: DeploySettings | None = None, force: bool = False) -> None:
+def deploy(
+    engine: Path,
+    output: Path,
+    settings: DeploySettings | None = None,
+    force: bool = False,
+    knob: str = "--output",
+) -> None:
     """Writes a model repository for an engine. Where the same one stands already, nothing happens.
 
     Args:
         force: a repository of ours that differs is replaced.
+        knob: that says where `output` is, for errors.
 
     Raises:
         EngineError: `engine` is no engine directory, or `output` is something else or cannot be written.
@@ -70,7 +77,7 @@ def deploy(engine: Path, output: Path, settings: DeploySettings | None = None, f
             return
         if not force:
             raise EngineError(f"{output}: exists and differs; use another --output, or --force to replace it")
-    with written_aside(output, "model repository", replaces=force) as folder:
+    with written_aside(output, "model repository", replaces=force, knob=knob) as folder:
         for name, text in files.items():
             file = folder / name
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -100,7 +100,7 @@ def serving(
         served = claim.folder / "repository"
         if repository is None:
             place = engine if is_named(engine) else _linked(claim.folder / "engine", engine, stack)
-            deploy(place, served, settings)
+            deploy(place, served, settings, knob="TMPDIR")
         else:
             # Its own path may be one that Triton's shell reads otherwise, as below.
             _linked(served, repository, stack)
