@@ -153,12 +153,15 @@ def test_a_repository_whose_path_a_shell_would_read_otherwise_is_served(served_e
     assert (repository / "echo" / "config.pbtxt").is_file()
 
 
-def test_an_engine_whose_path_is_not_ascii_is_served(triton, tmp_path):
-    """Triton's Python models could not open it by its own name."""
+def test_an_engine_whose_path_and_name_are_not_ascii_is_served(triton, tmp_path):
+    """Triton's Python models could not open it by its own path, and read files in ASCII unless told otherwise."""
     engine = build_tiny(tmp_path / "modèles" / "tiny", **FEW_STEPS)
-    with serve("--engine", engine, "--no-draft", "--json") as run:
+    config = (engine / "config.json").read_text(encoding="utf-8").replace('"name": "tiny"', '"name": "modèle"')
+    (engine / "config.json").write_text(config, encoding="utf-8")
+    with serve("--engine", engine, "--no-draft", "--openai-port", 0, "--json") as run:
         at = json.loads(run.line())
         assert get(at["http"], "/v2/models/tensorrt_llm/ready")[0] == 200
+        assert json.loads(get(at["openai"], "/v1/models")[1])["data"][0]["id"] == "modèle"
         run.process.send_signal(signal.SIGINT)
         assert run.ends()[0] == 130
         wait_until(run.leaves_nothing, "nothing of it is left")

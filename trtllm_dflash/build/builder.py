@@ -88,7 +88,7 @@ def _write(
                 _write_rank(pair, config, rank, folder / weights_file(rank), progress)
         files = {file.name: digest(file) for file in sorted(folder.iterdir())}
         config = config.model_copy(update={"files": files})
-        (folder / CONFIG_FILE).write_text(config.model_dump_json(indent=2) + "\n")
+        (folder / CONFIG_FILE).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 def _copy_files(pair: Pair, settings: BuildSettings, folder: Path) -> None:

@@ -182,7 +182,7 @@ def read_config(path: Path) -> EngineConfig:
     try:
         if not file.is_file():
             raise EngineError(f"{path}: not an engine directory (no {CONFIG_FILE}); build one: trtllm-dflash build")
-        raw = json.loads(file.read_text())
+        raw = json.loads(file.read_text(encoding="utf-8"))
         version = raw.get("schema_version") if isinstance(raw, dict) else None
         if version is None:
             raise EngineError(f"{file}: has no schema_version, so it is no engine's; build the engine again")

@@ -107,7 +107,9 @@ def deploy_llmapi(plan: Plan, output: Path, force: bool = False) -> None:
         config = output / "tensorrt_llm" / "config.pbtxt"
         if not (config.is_file() and config.read_text(errors="replace").startswith(MARK)):
             raise not_replaced(output, "not a model repository of this command's")
-        if all((output / name).is_file() and (output / name).read_text() == text for name, text in files.items()):
+        if all(
+            (output / name).is_file() and (output / name).read_bytes() == text.encode() for name, text in files.items()
+        ):
             return
         if not force:
             raise EngineError(f"{output}: exists and differs; use another --output, or --force to replace it")

@@ -56,7 +56,7 @@ def read_plan(file: Path) -> list[Predicted]:
         SettingsError: the file is not of that form.
     """
     try:
-        document = json.loads(file.read_text())
+        document = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(document, dict) and document.get("kind") == "plans":
             raise SettingsError(f"--plan {file}: is of several GPUs; name the one to draw: build --plan --gpu")
         plan = _Plan.model_validate(document)

@@ -120,7 +120,7 @@ class Results(BaseModel):
         text = f'{head},\n "categories": {json.dumps(self.categories)},\n "rounds": [\n{rounds}\n ]\n}}\n'
         aside = folder / f".{FILE}"
         try:
-            aside.write_text(text)
+            aside.write_text(text, encoding="utf-8")
             aside.replace(folder / FILE)
         except OSError as error:
             raise SettingsError(f"{folder / FILE}: cannot be written ({error.strerror})") from None
@@ -131,7 +131,7 @@ class Results(BaseModel):
         plain = [
             name for name in Point.model_fields if name not in (*_SPREADS, "errors", "acceptance_length_by_category")
         ]
-        with file.open("w", newline="") as stream:
+        with file.open("w", newline="", encoding="utf-8") as stream:
             writer = csv.DictWriter(stream, [*plain, "errors", *(f"{name}_seconds" for name in spreads)])
             writer.writeheader()
             for point in self.points:
@@ -154,7 +154,7 @@ def read_results(place: Path) -> Results:
     """
     file = place / FILE if place.is_dir() else place
     try:
-        document = json.loads(file.read_text())
+        document = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"{file}: cannot be read as a sweep's results: {error}") from None
     version = document.get("schema_version") if isinstance(document, dict) else None
