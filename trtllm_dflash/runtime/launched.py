@@ -27,7 +27,7 @@ class Launched:
 
     def count_drafts(
         self,
-        looked: dict[int, int],
+        cut: dict[int, int],
         drafted: list[int],
         accepted: list[int],
         statistics: Statistics,
@@ -36,14 +36,14 @@ class Launched:
         """Counts the drafts that the step has verified.
 
         Args:
-            looked: tokens by place of the replies that did not get one more than accepted drafts; 0: they do not count.
+            cut: tokens by place of the replies that did not get one more than accepted drafts; 0: they do not count.
             drafted, accepted: drafts of each.
         """
         if self.batch.trees:
             statistics.note_ranks(self.outcome.ranks_of(accepted))
         more = accepted  # tokens of each, but one
-        if looked or not all(self.batch.drafted):
-            taken = [looked.get(place, count + 1) for place, count in enumerate(accepted)]
+        if cut or not all(self.batch.drafted):
+            taken = [cut.get(place, count + 1) for place, count in enumerate(accepted)]
             counted = [new and most for new, most in zip(taken, self.batch.drafted, strict=True)]
             drafted, accepted = (list(compress(of, counted)) for of in (drafted, accepted))
             more = [new - 1 for new in compress(taken, counted)]

@@ -380,36 +380,38 @@ class Scheduler:
             if stay.drafter_rows is None:
                 stay.note_drafter_rows()
         drafted, accepted = launched.drafted, outcome.accepted[: len(batch.stays)]
-        new, lost = sum(accepted) + len(accepted), 0  # tokens, and those of replies that are over or fail
+        new = sum(accepted) + len(accepted)  # tokens
         self.statistics.kv_tokens_in_use += new
-        looked: dict[int, int] = {}  # places of slots that were looked at, and the tokens that count
+        cut: dict[int, int] = {}  # places of slots of whose tokens fewer count, and how many; 0: it is over, or fails
         may_end, has_no_end = batch.ends is None or outcome.may_have(batch.ends), batch.end_ids.isdisjoint
         (whole, begins, unpack), short = packed, self._short
-        slots = zip(range(len(accepted)), batch.stays, batch.sequences, begins, accepted, drafted, strict=False)
-        for place, stay, sequence, begin, survived, drafts in slots:
+        slots = zip(batch.stays, batch.sequences, begins, accepted, drafted, strict=False)
+        for stay, sequence, begin, survived, drafts in slots:
             ids = unpack[survived](whole, begin)
             tokens = sequence.token_ids
-            tokens.extend(ids)
+            tokens += ids
             # Always at one that is over, or has no limit yet.
             if len(tokens) > stay.quiet or (may_end and not has_no_end(ids)):
                 if len(tokens) > stay.goes_on or (may_end and not has_no_end(ids)):
                     del tokens[-len(ids) :]  # not all of them may count
-                    looked[place] = self._look(stay, ids, drafts, under_way, now)
-                    accepted[place] = sequence.accepted_per_step[-1] if looked[place] else 0
-                    lost += len(ids) - looked[place]
+                    taken = self._look(stay, ids, drafts, under_way, now)
+                    if taken < len(ids):
+                        cut[batch.stays.index(stay)] = taken
                     continue
                 short.append(stay)
             if sequence.text is not None and not self._say(stay, ids):
-                looked[place] = accepted[place] = 0
-                lost += len(ids)
+                cut[batch.stays.index(stay)] = 0
                 continue
             sequence.accepted_per_step.append(survived)
             sequence.drafted += drafts
-        self.statistics.committed_tokens += new - lost
-        grown = [looked.get(place, 1) for place in range(len(accepted))] if lost else None
+        for place, taken in cut.items():
+            new -= accepted[place] + 1 - taken
+            accepted[place] = taken  # the last of them is a draft
+        self.statistics.committed_tokens += new
+        grown = [cut.get(place, 1) for place in range(len(accepted))] if cut else None
         self._changed += batch.sequences if grown is None else compress(batch.sequences, grown)
         if batch.drafts:
-            launched.count_drafts(looked, drafted, accepted, self.statistics, self._draft_length)
+            launched.count_drafts(cut, drafted, accepted, self.statistics, self._draft_length)
 
     def _say(self, stay: Stay, ids: tuple[int, ...]) -> bool:
         """Adds tokens to a reply's text; False: that has failed, which is nobody else's matter."""
