@@ -28,7 +28,7 @@ from trtllm_dflash.session.limits import StepLimits
 from trtllm_dflash.session.outcome import Outcome
 from trtllm_dflash.session.session import Session
 
-LENGTH, PAGE_ROWS, NODES = 4096, 64, 15
+LENGTH, PAGE_ROWS, NODES, END = 4096, 64, 15, 151645  # Qwen3's end token
 ACCEPTED = (0, 1, 3, 5, 7, 9, 15)
 
 
@@ -74,7 +74,7 @@ def times(slots: int, draft: bool, tree: int, rounds: int) -> list[float]:
     for _ in range(slots):
         prompt = [chance.randrange(1000) for _ in range(256)]
         params = SamplingParams(max_tokens=3500, ignore_eos=True)
-        scheduler.submit(Sequence(prompt, params, 3500, frozenset([1])))
+        scheduler.submit(Sequence(prompt, params, 3500, frozenset([END])))
     while any(stay.rows < stay.prompt for stay in scheduler._slots) or len(scheduler._slots) < slots:
         scheduler.step()
     found = []

@@ -203,8 +203,8 @@ def test_ranks_are_counted_of_the_drafts_that_replies_got():
 def test_tokens_that_may_have_come_are_told_before_they_are_read():
     """Those behind a wrong draft too; never accepted drafts' number or ranks."""
     outcome = Outcome(torch.tensor([[1, 7, 8, 9, 2, 0], [0, 6, 7, 7, 0, 0]]), first_rank=4)
-    for tokens, expected in (([7], True), ([5, 9], True), ([5], False), ([0, 1, 2], False), ([], False)):
-        assert outcome.may_have(np.array(tokens, np.int32)[:, None, None]) == expected
+    for tokens, expected in (([7], True), ([5, 9], True), ([5], False), ([0, 1, 2], False), ([], False), ([8], True)):
+        assert outcome.may_have({token: np.full((1, 1), token, np.int32) for token in tokens}) == expected
 
 
 def test_imposed_paths_have_no_ranks(tiny, prompts):

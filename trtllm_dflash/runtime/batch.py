@@ -32,7 +32,7 @@ class Batch:
     penalized: list[int]  # slots
     guided: list[int]  # places of slots whose replies have a grammar
     end_ids: frozenset[int]  # tokens that end any of the replies
-    ends: "Ints | None"  # those, [n, 1, 1]; None: too many to look for all at once
+    ends: "dict[int, Ints] | None"  # those, each as [1, 1] too; None: too many to look for all at once
 
     @classmethod
     def of(cls, stays: list[Stay]) -> "Batch":
@@ -66,10 +66,10 @@ class Batch:
 
 
 @lru_cache(maxsize=64)
-def _ends(end_ids: frozenset[int]) -> "Ints | None":
+def _ends(end_ids: frozenset[int]) -> "dict[int, Ints] | None":
     """Lists tokens as `Outcome.may_have` takes them, if they are few; no token of an outcome is past 32 bits."""
     known = [token for token in end_ids if 0 <= token < 2**31]
-    return np.array(known, np.int32)[:, None, None] if len(known) <= _FEW else None
+    return {token: np.full((1, 1), token, np.int32) for token in known} if len(known) <= _FEW else None
 
 
 def is_shaped(batch: Batch, reading: list[Stay]) -> bool:

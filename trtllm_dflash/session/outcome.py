@@ -125,10 +125,19 @@ class Outcome:
         self._wait()
         return self._counts if self._places is None else [self._counts[place] for place in self._places]
 
-    def may_have(self, tokens: Ints) -> bool:
-        """Whether any of these tokens [n, 1, 1] may be among those that became final; it is sooner known than where."""
-        final = self._wait()[:, 1 : self._first_rank or None]
-        return b"\1" in (final == tokens).tobytes()  # sooner found there than by numpy, of so few
+    def may_have(self, tokens: dict[int, Ints]) -> bool:
+        """Whether any of these tokens may be among those that became final; it is sooner known than where.
+
+        Args:
+            tokens: each as [1, 1], too.
+        """
+        rows = self._wait()
+        for token, alike in tokens.items():
+            # All numbers lie in one run, and are compared in half the time: counts and ranks too, which are smaller.
+            among = rows if token >= rows.shape[1] else rows[:, 1 : self._first_rank or None]
+            if b"\1" in (among == alike).tobytes():  # sooner found there than by numpy, of so few
+                return True
+        return False
 
     def read_whole(self) -> list[list[int]]:
         """Reads all that it was made of, accepted drafts first."""
