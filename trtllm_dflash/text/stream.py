@@ -33,9 +33,11 @@ class StoppableText:
         """Adds a piece, unless a stop string has come."""
         if self.stopped:
             return
+        if not self._stop:  # as mostly, and this is done for each token
+            self._text += piece
+            return
         # A stop string may begin in the text before: search from where its first character could stand.
-        reach = max((len(s) for s in self._stop), default=1) - 1
-        start = max(self._searched, len(self._text) - reach)
+        start = max(self._searched, len(self._text) - max(map(len, self._stop)) + 1)
         self._text += piece
         # By their ends: one that begins sooner would else win where it comes in the same piece, and only there.
         found = [(at + len(s), at) for s in self._stop if (at := self._text.find(s, start)) >= 0]
@@ -45,7 +47,7 @@ class StoppableText:
 
     def release(self) -> str:
         """Returns new text that is final: all but an ending that may turn out to begin a stop string."""
-        end = len(self._text) - (0 if self.stopped else self._held())
+        end = len(self._text) - (self._held() if self._stop and not self.stopped else 0)
         piece = self._text[self._released : end]
         self._released = max(self._released, end)
         return piece
