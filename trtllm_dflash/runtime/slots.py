@@ -197,7 +197,8 @@ class Slots:
 
     def grow(self, stay: Stay) -> bool:
         """Gives a slot the pages that its next step may write to; False: no more are available."""
-        pages, lease, rows, enough = self.pages, stay.lease, stay.rows, self._enough
+        pages, lease, enough = self.pages, stay.lease, self._enough
+        rows = stay.offset + len(stay.sequence.token_ids)  # `stay.rows`, and `stay.watch()` below: each step calls this
         count = len(lease.nodes)
         while rows > enough[count]:
             if pages.used == pages.total:
@@ -205,7 +206,8 @@ class Slots:
             self.table_changes.append((stay.slot, count, pages.grow(lease)))
             count += 1
         stay.enough = enough[count]
-        stay.watch()
+        has_pages = stay.enough - stay.offset
+        stay.quiet = has_pages if has_pages < stay.goes_on else stay.goes_on
         if pages.windows is not None:
             self.look(stay, rows)
         return True
