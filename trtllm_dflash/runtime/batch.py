@@ -25,12 +25,14 @@ class Batch:
     rows: list[tuple[int, int]]  # slot, and rows that it verifies
     drafted: list[int]  # drafts of each among those rows
     drafts: bool  # whether any of them drafts
+    all_draft: bool
     block: int  # rows that those verify; 0: not all the same
     trees: bool | None  # whether the drafts of those are trees; None: not of all the same
     sampled: bool
     logprobs: bool
     penalized: list[int]  # slots
     guided: list[int]  # places of slots whose replies have a grammar
+    shaped: bool  # whether any of them asks for log-probabilities, penalties or a grammar
     end_ids: frozenset[int]  # tokens that end any of the replies
     ends: "dict[int, Ints] | None"  # those, each as [1, 1] too; None: too many to look for all at once
 
@@ -42,27 +44,37 @@ class Batch:
         blocks, kinds = {block for block, _ in drafting}, {tree for _, tree in drafting}
         sequences = [stay.sequence for stay in stays]
         end_ids = frozenset().union(*{sequence.end_token_ids for sequence in sequences})
-        shaped = [place for place, sequence in enumerate(sequences) if sequence.is_shaped]
+        asking = [place for place, sequence in enumerate(sequences) if sequence.is_shaped]
+        logprobs = any(sequences[place].params.logprobs is not None for place in asking)
+        guided = [place for place in asking if sequences[place].grammar is not None]
+        penalized = [stays[place].slot for place in asking if sequences[place].params.penalizes]
         return cls(
             stays=list(stays),
             sequences=sequences,
             rows=[(stay.slot, count) for stay, count in zip(stays, counts, strict=True)],
             drafted=[count - 1 for count in counts],
             drafts=bool(blocks),
+            all_draft=min(counts, default=1) > 1,
             block=blocks.pop() if len(blocks) == 1 else 0,
             trees=kinds.pop() if len(kinds) == 1 else None,
             sampled=any([sequence.is_sampled for sequence in sequences]),
-            logprobs=any(sequences[place].params.logprobs is not None for place in shaped),
-            guided=[place for place in shaped if sequences[place].grammar is not None],
-            penalized=[stays[place].slot for place in shaped if sequences[place].params.penalizes],
+            logprobs=logprobs,
+            penalized=penalized,
+            guided=guided,
+            shaped=bool(logprobs or penalized or guided),
             end_ids=end_ids,
             ends=_ends(end_ids),
         )
 
     def cut(self, most: int) -> "Batch":
         """Makes the same batch with so many rows of each slot, at most."""
-        rows = [(slot, min(count, most)) for slot, count in self.rows]
-        return replace(self, rows=rows, drafted=[count - 1 for _, count in rows], block=min(self.block, most))
+        cut = self.verifying([(slot, min(count, most)) for slot, count in self.rows])
+        return replace(cut, block=min(self.block, most))
+
+    def verifying(self, rows: list[tuple[int, int]]) -> "Batch":
+        """Makes the same batch with so many rows of each slot."""
+        drafted = [count - 1 for _, count in rows]
+        return replace(self, rows=rows, drafted=drafted, all_draft=all(drafted))
 
 
 @lru_cache(maxsize=64)
@@ -74,9 +86,7 @@ def _ends(end_ids: frozenset[int]) -> "dict[int, Ints] | None":
 
 def is_shaped(batch: Batch, reading: list[Stay]) -> bool:
     """Whether anybody of a batch, or whose prompt is read, asks for log-probabilities, penalties or a grammar."""
-    if batch.logprobs or batch.penalized or batch.guided:
-        return True
-    return any(stay.sequence.is_shaped for stay in reading)
+    return batch.shaped or (bool(reading) and any(stay.sequence.is_shaped for stay in reading))
 
 
 #: Of no slots.

@@ -13,7 +13,6 @@ to its end. That reply's rows may choose anything, and it fails when the step is
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
@@ -158,11 +157,10 @@ def _with_drafts(guide: Guide, plan: "Plan | None") -> Guide:
 
 def _verifying(batch: Batch, guides: list[Guide]) -> Batch:
     """Makes the batch whose guided slots verify as many drafts as their guides have."""
-    rows, drafted = list(batch.rows), list(batch.drafted)
+    rows = list(batch.rows)
     for place, guide in zip(batch.guided, guides, strict=False):
         rows[place] = rows[place][0], guide.rows
-        drafted[place] = guide.rows - 1
-    return batch if rows == batch.rows else replace(batch, rows=rows, drafted=drafted)
+    return batch if rows == batch.rows else batch.verifying(rows)
 
 
 def _grammar(stay: Stay) -> "Grammar":

@@ -42,7 +42,7 @@ class Launched:
         if self.batch.trees:
             statistics.note_ranks(self.outcome.ranks_of(accepted))
         more = accepted  # tokens of each, but one
-        if cut or not all(self.batch.drafted):
+        if cut or not self.batch.all_draft:
             taken = [cut.get(place, count + 1) for place, count in enumerate(accepted)]
             counted = [new and most for new, most in zip(taken, self.batch.drafted, strict=True)]
             drafted, accepted = (list(compress(of, counted)) for of in (drafted, accepted))

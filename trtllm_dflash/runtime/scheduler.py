@@ -363,9 +363,8 @@ class Scheduler:
         if launched.batch.stays:
             self._settle(launched, packed, wrote_drafter, now)
         if launched.pieces:
-            (whole, begins, unpack), first = packed, len(launched.batch.stays)
-            accepted = launched.outcome.accepted[first:]
-            for (stay, count), drafts, begin in zip(launched.pieces, accepted, begins[first:], strict=True):
+            (whole, begins, accepted, unpack), first = packed, len(launched.batch.stays)
+            for (stay, count), drafts, begin in zip(launched.pieces, accepted[first:], begins[first:], strict=True):
                 if not stay.over:
                     self._settle_piece(stay, count, unpack[drafts](whole, begin), launched, wrote_drafter, now)
         if launched.outcome.gains:  # of the drafts that it has made: behind what was accepted of those before
@@ -376,15 +375,16 @@ class Scheduler:
     def _settle(self, launched: Launched, packed: Packed, wrote_drafter: bool, now: int) -> None:
         """Takes what a step has decoded. Its loop runs for every step and slot: no line that is not needed."""
         batch, outcome, under_way = launched.batch, launched.outcome, self._decoded - launched.number
-        for stay in () if wrote_drafter else batch.stays:
-            if stay.drafter_rows is None:
-                stay.note_drafter_rows()
-        drafted, accepted = launched.drafted, outcome.accepted[: len(batch.stays)]
+        if not wrote_drafter:
+            for stay in batch.stays:
+                if stay.drafter_rows is None:
+                    stay.note_drafter_rows()
+        whole, begins, accepted, unpack = packed
+        drafted, accepted, short = launched.drafted, accepted[: len(batch.stays)], self._short
         new = sum(accepted) + len(accepted)  # tokens
         self.statistics.kv_tokens_in_use += new
         cut: dict[int, int] = {}  # places of slots of whose tokens fewer count, and how many; 0: it is over, or fails
         may_end, has_no_end = batch.ends is None or outcome.may_have(batch.ends), batch.end_ids.isdisjoint
-        (whole, begins, unpack), short = packed, self._short
         slots = zip(batch.stays, batch.sequences, begins, accepted, drafted, strict=False)
         for stay, sequence, begin, survived, drafts in slots:
             ids = unpack[survived](whole, begin)

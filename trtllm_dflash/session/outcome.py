@@ -19,14 +19,20 @@ Ints = npt.NDArray[np.int32]
 
 #: What unpacks tokens, of bytes and from where they begin.
 Unpack: TypeAlias = Callable[[bytes, int], tuple[int, ...]]
-#: Bytes of all slots, where each slot's tokens begin in them, and what unpacks those, by its accepted drafts.
-Packed: TypeAlias = tuple[bytes, list[int], list[Unpack]]
+#: Bytes of all slots, where each slot's tokens begin in them, its accepted drafts, and what unpacks tokens, by those.
+Packed: TypeAlias = tuple[bytes, list[int], list[int], list[Unpack]]
 
 
 @cache
 def _unpackers(width: int) -> list[Unpack]:
     """Makes what unpacks the final tokens of a row of so many int32, by the number of its accepted drafts."""
     return [Struct(f"{tokens}i").unpack_from for tokens in range(1, width)]
+
+
+@cache
+def _possible(width: int) -> frozenset[int]:
+    """Lists the numbers of accepted drafts that a row of so many int32 can have."""
+    return frozenset(range(width - 1))
 
 
 @lru_cache(maxsize=256)
@@ -101,8 +107,8 @@ class Outcome:
 
     def read(self) -> list[tuple[int, ...]]:
         """Reads the tokens that became final, by slot of the call: the target's choices up to the first wrong draft."""
-        whole, begins, unpack = self.packed()
-        return [unpack[count](whole, begin) for count, begin in zip(self.accepted, begins, strict=True)]
+        whole, begins, accepted, unpack = self.packed()
+        return [unpack[count](whole, begin) for count, begin in zip(accepted, begins, strict=True)]
 
     def packed(self) -> Packed:
         """Reads what `read` does, not unpacked yet: all of the matrix would be many integers for nothing.
@@ -112,12 +118,12 @@ class Outcome:
         """
         rows = self._wait()
         slots, width = rows.shape
-        begins, unpack = _begins(slots, width), _unpackers(width)
-        if max(self._counts, default=0) >= len(unpack):
+        begins, accepted = _begins(slots, width), self._counts
+        if not _possible(width).issuperset(accepted):  # it takes half as long as their maximum
             raise EngineError(f"a step of {width - 1} rows a slot accepted {max(self._counts)} drafts")
         if self._places is not None:
-            begins = [begins[place] for place in self._places]
-        return rows.tobytes(), begins, unpack
+            begins, accepted = [begins[place] for place in self._places], self.accepted
+        return rows.tobytes(), begins, accepted, _unpackers(width)
 
     @property
     def accepted(self) -> list[int]:
