@@ -54,7 +54,7 @@ def follow(length, slots, survival, steps, seed=0, of_tree=None):
     tokens = seconds = 0.0
     drafts = length.choose(slots)
     for _ in range(steps):
-        seconds += length._seconds(slots, drafts)
+        seconds += length._times.of(slots, drafts)
         p = of_tree if of_tree is not None and drafts == LENGTHS[-1] else survival
         for _ in range(slots):
             accepted = next((i for i in range(drafts) if chance.random() > p), drafts)
@@ -66,7 +66,7 @@ def follow(length, slots, survival, steps, seed=0, of_tree=None):
 
 def expected_rate(length, drafts, slots, survival):
     """Tokens a second that drafting as much in every step gives in the mean."""
-    return slots * sum(survival**i for i in range(drafts + 1)) / length._seconds(slots, drafts)
+    return slots * sum(survival**i for i in range(drafts + 1)) / length._times.of(slots, drafts)
 
 
 def test_lengths_end_with_the_whole_block():

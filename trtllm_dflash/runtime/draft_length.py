@@ -5,7 +5,9 @@ With few slots a long block is nearly free; with many, its rows cost more than t
 """
 
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate
 from operator import mul
 from typing import Annotated, Literal
@@ -93,6 +95,48 @@ class FixedDraftLength(DraftLength):
         return self._drafts
 
 
+class PredictedTimes:
+    """Seconds of steps of any number of slots, on straight lines between those that were measured.
+
+    Args:
+        times: of the same draft lengths at several numbers of slots.
+
+    Attributes:
+        lengths: those that were measured, ascending.
+        of: predicts a step's time by its slots and its drafts, one of those lengths; each is computed once.
+    """
+
+    def __init__(self, times: StepTimes) -> None:
+        self._times = times
+        self._slots = sorted({slots for slots, _ in times})
+        self.lengths = sorted({drafts for _, drafts in times})
+        self.of = cache(self._of)
+
+    def measured(self, slots: int) -> int:
+        """Finds the next number of slots that was measured; where there is none, it is the number itself."""
+        place = bisect_left(self._slots, slots)
+        return self._slots[place] if place < len(self._slots) else slots
+
+    def between(self, slots: int, drafts: float) -> float:
+        """Predicts the time of the next measured number of slots, and of any number of drafts, on average."""
+        slots = self.measured(slots)
+        below, above = _around(self.lengths, drafts)
+        low, high = self.of(slots, below), self.of(slots, above)
+        return low if above == below else low + (high - low) * (drafts - below) / (above - below)
+
+    def _of(self, slots: int, drafts: int) -> float:
+        below, above = _around(self._slots, slots)
+        low, high = self._times[below, drafts], self._times[above, drafts]
+        return low if above == below else low + (high - low) * (slots - below) / (above - below)
+
+
+def _around(known: list[int], number: float) -> tuple[int, int]:
+    """Finds the last of ascending numbers up to one, and the first from it on; outside of them, the nearest twice."""
+    above = known[min(bisect_left(known, number), len(known) - 1)]
+    place = bisect_right(known, number)
+    return known[place - 1] if place else above, above
+
+
 class AdaptiveDraftLength(DraftLength):
     """The length of most committed tokens a second, by measured step times and the drafts' observed survival.
 
@@ -102,10 +146,10 @@ class AdaptiveDraftLength(DraftLength):
     """
 
     def __init__(self, times: StepTimes, tree: int = 0) -> None:
-        self._times = times
+        self._times = PredictedTimes(times)
         # What a tree's drafts teach of a chain's, and the other way round: only one of both is drafted at a time.
         self._power = chain_power(tree) if tree else 1.0
-        self._lengths = sorted({drafts for _, drafts in times})
+        self._lengths = self._times.lengths
         longest = self._lengths[-1]
         # Counts of drafts whose predecessors were all accepted, by position from 1: tries, and those accepted.
         self._tries = [PRIOR_TRIES] * longest
@@ -126,7 +170,7 @@ class AdaptiveDraftLength(DraftLength):
         if best is None:
             self._look()
             committed = self._committed()
-            best = max(self._lengths, key=lambda drafts: committed[drafts] / self._seconds(slots, drafts))
+            best = max(self._lengths, key=lambda drafts: committed[drafts] / self._times.of(slots, drafts))
             self._best[slots] = best
         if self._steps % PROBE_STEPS == 0:
             longer = [drafts for drafts in self._lengths if drafts > best]
@@ -163,15 +207,3 @@ class AdaptiveDraftLength(DraftLength):
         committed = list(accumulate(accumulate(shares, mul), initial=1.0))
         committed[-1] = sum(accumulate((share ** (1 / self._power) for share in shares), mul), start=1.0)
         return committed
-
-    def _seconds(self, slots: int, drafts: int) -> float:
-        return seconds_of(self._times, slots, drafts)
-
-
-def seconds_of(times: StepTimes, slots: int, drafts: int) -> float:
-    """Predicts a step's time: between the measured numbers of slots, on a straight line."""
-    measured = sorted({known for known, _ in times})
-    above = next((known for known in measured if known >= slots), measured[-1])
-    below = max((known for known in measured if known <= slots), default=above)
-    low, high = times[below, drafts], times[above, drafts]
-    return low if above == below else low + (high - low) * (slots - below) / (above - below)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from trtllm_dflash.engine.ladder import LEAST_SHARING
-from trtllm_dflash.runtime.draft_length import MEMORY, AdaptiveDraftLength, StepTimes, seconds_of
+from trtllm_dflash.runtime.draft_length import MEMORY, AdaptiveDraftLength, PredictedTimes, StepTimes
 
 #: Steps after which the other way is tried, twice as many each time that it is no better, up to so many times as many;
 #: and steps of such a trial.
@@ -49,8 +49,8 @@ class SharedRows(AdaptiveDraftLength):
 
     def __init__(self, times: StepTimes, shared_times: StepTimes, tree: int = 0) -> None:
         super().__init__(times, tree)
-        self._shared_times = shared_times
-        self._shared_lengths = sorted({drafts for _, drafts in shared_times})
+        self._shared_times = PredictedTimes(shared_times)
+        self._shared_lengths = self._shared_times.lengths
         self._foreseen: list[float] = []  # drafts that a slot commits, by the number that it has on average
         # Sums over steps of what was accepted and of what was foreseen, the recent ones more.
         self._right = self._expected = 0.0
@@ -69,7 +69,7 @@ class SharedRows(AdaptiveDraftLength):
         if slots < LEAST_SHARING or not self._shared_lengths:
             self._sharing = False
             return own
-        measured = self._measured_slots(self._shared_times, slots)
+        measured = self._shared_times.measured(slots)
         if measured != self._measured and self._period > TRIAL_STEPS:  # another load: not as long as it would be
             self._period, self._turn = TRIAL_STEPS, min(self._turn, TRIAL_STEPS - TRIAL - 1)
         self._measured = measured
@@ -85,7 +85,7 @@ class SharedRows(AdaptiveDraftLength):
             self._ways[not self._is_better] = _Way()  # what it was at another load says nothing
         self._sharing = self._is_better != is_trial
         if not (self._sharing or own):  # nothing of it will be observed
-            self._ways[False].note(1, seconds_of(self._times, slots, 0))
+            self._ways[False].note(1, self._times.of(slots, 0))
         return self._shared_length(slots, own) if self._sharing else own
 
     def choose_own(self, slots: int) -> int:
@@ -102,7 +102,7 @@ class SharedRows(AdaptiveDraftLength):
         if slots < LEAST_SHARING:
             return
         drafts = min(max(drafted), self._lengths[-1])  # a tree's count by depth
-        self._ways[False].note(1 + sum(accepted) / slots, self._between(self._times, slots, drafts))
+        self._ways[False].note(1 + sum(accepted) / slots, self._times.between(slots, drafts))
 
     def observe_shared(self, drafted: list[int], accepted: list[int]) -> None:
         slots = len(drafted)
@@ -114,7 +114,7 @@ class SharedRows(AdaptiveDraftLength):
         self._expected = keep * self._expected + self._foreseen_of(drafts)
         self._in_row += 1
         if self._in_row > _FIRST:
-            self._ways[True].note(1 + right, self._between(self._shared_times, slots, drafts))
+            self._ways[True].note(1 + right, self._shared_times.between(slots, drafts))
 
     def _shared_length(self, slots: int, own: int) -> int:
         """Chooses the drafts of slots that share rows, on average."""
@@ -123,7 +123,7 @@ class SharedRows(AdaptiveDraftLength):
         factor = self._right / self._expected if self._expected else 1.0
 
         def rate(drafts: int) -> float:
-            return (1 + factor * self._foreseen_of(drafts)) / seconds_of(self._shared_times, slots, drafts)
+            return (1 + factor * self._foreseen_of(drafts)) / self._shared_times.of(slots, drafts)
 
         return max(self._shared_lengths, key=rate)
 
@@ -131,16 +131,3 @@ class SharedRows(AdaptiveDraftLength):
         below = min(int(drafts), len(self._foreseen) - 2)
         low, high = self._foreseen[below : below + 2]
         return low + (high - low) * (drafts - below)
-
-    def _between(self, times: StepTimes, slots: int, drafts: float) -> float:
-        """Predicts a step's time: of the next measured number of slots, between drafts on a straight line."""
-        slots = self._measured_slots(times, slots)
-        known = sorted({measured for _, measured in times})
-        above = next((measured for measured in known if measured >= drafts), known[-1])
-        below = max((measured for measured in known if measured <= drafts), default=above)
-        low, high = (seconds_of(times, slots, measured) for measured in (below, above))
-        return low if above == below else low + (high - low) * (drafts - below) / (above - below)
-
-    @staticmethod
-    def _measured_slots(times: StepTimes, slots: int) -> int:
-        return min((measured for measured, _ in times if measured >= slots), default=slots)
