@@ -43,7 +43,8 @@ constexpr int shared_bytes(int head_size, int warps_m, int stages, int number_by
 // 16 bytes from global to shared memory; zeros where is_real is false.
 __device__ __forceinline__ void copy_async(uint32_t to, void const* from, bool is_real)
 {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_real ? 16 : 0)
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+        "r"(is_real ? 16 : 0), "l"(read_once_policy())
         : "memory");
 }
 

@@ -50,10 +50,10 @@ struct WideShared
 __device__ __forceinline__ void copy_part(
     uint32_t to, CUtensorMap const& from, TilePlace const& at, int head, int half, uint32_t barrier)
 {
-    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-                 " [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to),
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+                 " [%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(to),
         "l"(&from), "r"(0), "r"(at.row), "r"(half * (WideShared::kColumns / kAtom)), "r"(head), "r"(at.page),
-        "r"(barrier)
+        "r"(barrier), "l"(read_once_policy())
         : "memory");
 }
 

@@ -1,8 +1,9 @@
 // A mixture of experts' feed-forward for few rows (tokens): bound by reading, once, the experts that any row chose.
 //
-// Four kernels: the routing, one block; both products, each over the groups that the routing made (an expert, and up to
-// a tile of the rows that chose it); and the sum over each row's experts. How the work is divided is decided on the
-// device: every multiprocessor reads equally much of the experts that were chosen, however many these are.
+// Three kernels: both products, each over the groups that the routing makes (an expert, and up to a tile of the rows
+// that chose it), and the sum over each row's experts. Of up to 16 rows every block of the first product finds the
+// routing for itself; of more it is a kernel of one block. How the work is divided is decided on the device: every
+// multiprocessor reads equally much of the experts that were chosen, however many these are.
 #include "dflash_kernels.h"
 #include "experts_launch.cuh"
 #include "experts_product.cuh"
@@ -48,14 +49,23 @@ cudaError_t launch_route(dflash_moe_params const& p, Route const& route, int til
     return launch_kernel(kernel, dim3(1), kRouteThreads, 0, stream, p, route, tile);
 }
 
-int warps_that_fit(Device const& device, int inputs, Weight weight, int tokens)
+// others: bytes that a block has beside rings and inputs.
+int warps_that_fit(Device const& device, int inputs, Weight weight, int tokens, int others = 0)
 {
     Layout const layout(inputs, weight);
-    return std::min(kMostWarps, (device.shared_bytes - tokens * layout.pitch) / layout.warp_bytes);
+    return std::min(kMostWarps, (device.shared_bytes - tokens * layout.pitch - others) / layout.warp_bytes);
+}
+
+// Whether the blocks of the first product find the routing.
+bool do_blocks_route(dflash_moe_params const& p, Device const& device, int tokens)
+{
+    return p.rows <= kOwnRows && p.rows * experts_of_row(p) <= kOwnPairs && are_chosen_shortly(p)
+        && warps_that_fit(device, p.hidden, weight_of(p), tokens, sizeof(OwnRoute)) >= kLeastWarps;
 }
 
 template <typename T, Weight kWeight, int kTokens, bool kGateUp>
-cudaError_t launch_product(Product const& p, Device const& device, int blocks, cudaStream_t stream)
+cudaError_t launch_product(
+    Product const& p, Chooser<kGateUp> const& chooser, Device const& device, int blocks, cudaStream_t stream)
 {
     constexpr auto kernel = product_kernel<T, kWeight, kTokens, kGateUp>;
     cudaError_t const error = allow_shared_bytes<kernel>(device.shared_bytes);
@@ -64,9 +74,10 @@ cudaError_t launch_product(Product const& p, Device const& device, int blocks, c
         return error;
     }
     Layout const layout(p.inputs, kWeight);
-    int const warps = warps_that_fit(device, p.inputs, kWeight, kTokens);
-    int const bytes = warps * layout.warp_bytes + kTokens * layout.pitch;
-    return launch_kernel(kernel, dim3(blocks), warps * 32, bytes, stream, p);
+    int const others = p.routes ? sizeof(OwnRoute) : 0;
+    int const warps = warps_that_fit(device, p.inputs, kWeight, kTokens, others);
+    int const bytes = warps * layout.warp_bytes + kTokens * layout.pitch + others;
+    return launch_kernel(kernel, dim3(blocks), warps * 32, bytes, stream, p, chooser);
 }
 
 // Lets a kernel ask ahead for the matrix of an expert of a product.
@@ -84,27 +95,33 @@ cudaError_t launch_products(
     dflash_moe_params const& p, Workspace const& space, Device const& device, cudaStream_t stream)
 {
     Product gate_up = gate_up_product(p, space.route, p.x, space.h);
+    gate_up.routes = do_blocks_route(p, device, kTokens);
     Product const down = down_product(p, space.route, space.h, space.y);
     if (p.has_shared) // it is known before the routing is
     {
         ask_for(gate_up, kWeight, p.count, 0, gate_up);
         ask_for(down, kWeight, p.count, 1, gate_up);
     }
-    // The routing's block fills a multiprocessor until it ends: nobody else would begin there before.
-    int const others = p.rows <= kShortRows ? std::max(1, device.processors - 1) : device.processors;
-    cudaError_t const error = launch_product<T, kWeight, kTokens, true>(gate_up, device, others, stream);
+    // The block of `route_kernel` fills a multiprocessor until it ends: nobody else would begin there before.
+    bool const is_one_taken = p.rows <= kShortRows && !gate_up.routes;
+    int const blocks = is_one_taken ? std::max(1, device.processors - 1) : device.processors;
+    cudaError_t const error = launch_product<T, kWeight, kTokens, true>(gate_up, p, device, blocks, stream);
     if (error)
     {
         return error;
     }
-    return launch_product<T, kWeight, kTokens, false>(down, device, device.processors, stream);
+    return launch_product<T, kWeight, kTokens, false>(down, {}, device, device.processors, stream);
 }
 
 template <typename T, int kTokens>
 cudaError_t launch_moe(dflash_moe_params const& p, void* workspace, Device const& device, cudaStream_t stream)
 {
     Workspace const space(p, workspace);
-    cudaError_t error = launch_route(p, space.route, kTokens, stream);
+    cudaError_t error = cudaSuccess;
+    if (!do_blocks_route(p, device, kTokens))
+    {
+        error = launch_route(p, space.route, kTokens, stream);
+    }
     if (error)
     {
         return error;

@@ -182,15 +182,15 @@ struct Keys
 #pragma unroll
         for (int i = 0; i < kOwn; ++i)
         {
-            int const expert = lane + i * 32;
-            bits[i] = expert < experts ? load_new(reinterpret_cast<uint16_t const*>(logits) + expert) : 0;
+            int const expert = min(lane + i * 32, experts - 1); // no branches: they would be in all lanes' way
+            bits[i] = load_new(reinterpret_cast<uint16_t const*>(logits) + expert);
         }
         largest = 0;
 #pragma unroll
         for (int i = 0; i < kOwn; ++i)
         {
             int const expert = lane + i * 32;
-            keys[i] = expert < experts ? key_of(bits[i], expert) : 0;
+            keys[i] = key_of(bits[i], expert) & (expert < experts ? kAll : 0u);
             largest = max(largest, keys[i]);
         }
     }
@@ -198,7 +198,8 @@ struct Keys
     // Both zeros are one number.
     static __device__ __forceinline__ uint32_t key_of(uint32_t bits, int expert)
     {
-        uint32_t const order = bits == 0x8000u ? bits : bits ^ (bits & 0x8000u ? 0xffffu : 0x8000u);
+        uint32_t const one_zero = bits == 0x8000u ? 0u : bits;
+        uint32_t const order = one_zero ^ (0x8000u | (one_zero >> 15) * 0x7fffu);
         return order << 16 | (0xffffu - expert);
     }
 
@@ -256,14 +257,11 @@ __device__ __forceinline__ float scale_of(dflash_moe_params const& p, int expert
                                   : to_float(static_cast<__nv_bfloat16 const*>(p.expert_scale)[expert]);
 }
 
-// The experts of the largest logits, by a warp. kOwn: logits of a lane.
-template <typename L, int kOwn>
-__device__ __forceinline__ Chosen choose_largest(dflash_moe_params const& p, L const* of_row)
+// The experts of the largest logits, by a warp. kOwn: logits of a lane. Without shares where nobody needs them.
+template <typename L, int kOwn, bool kNormalized = false>
+__device__ __forceinline__ Chosen choose_largest(dflash_moe_params const& p, L const* of_row, bool has_shares)
 {
     Keys<L, kOwn> logits(of_row, p.experts);
-    float const largest = logits.logit_of(__reduce_max_sync(kAll, logits.largest));
-    Chosen chosen = {};
-    chosen.sum = p.normalized ? 0.f : logits.sum_of_shares(largest);
     uint32_t own = 0;
 #pragma unroll 1
     for (int k = 0; k < p.top_k; ++k)
@@ -271,10 +269,17 @@ __device__ __forceinline__ Chosen choose_largest(dflash_moe_params const& p, L c
         uint32_t const best = logits.take_best();
         own = logits.lane == k ? best : own;
     }
-    chosen.expert = logits.expert_of(own);
+    Chosen chosen = {logits.expert_of(own), 0.f, 0.f};
+    if (!has_shares)
+    {
+        return chosen;
+    }
+    float const largest = logits.logit_of(__shfl_sync(kAll, own, 0));
     chosen.share = expf(logits.logit_of(own) - largest);
+    bool const is_normalized = kNormalized || p.normalized;
+    chosen.sum = is_normalized ? 0.f : logits.sum_of_shares(largest);
 #pragma unroll 1
-    for (int k = 0; p.normalized && k < p.top_k; ++k)
+    for (int k = 0; is_normalized && k < p.top_k; ++k)
     {
         chosen.sum += __shfl_sync(kAll, chosen.share, k);
     }
@@ -311,26 +316,31 @@ __device__ __forceinline__ Chosen choose(dflash_moe_params const& p, L const* of
     {
         if (!p.correction)
         {
-            return choose_largest<L, kOwn>(p, of_row);
+            return choose_largest<L, kOwn>(p, of_row, true);
         }
     }
     return choose_corrected<L, kOwn>(p, of_row);
 }
 
-// Chooses a row's experts, by a warp, and stores them if told: the index of a lane's among this rank's, or -1.
+// The logits of a row.
 template <typename L>
-__device__ __forceinline__ int choose_experts(
-    dflash_moe_params const& p, Route const& route, int row, bool stores = true)
+__device__ __forceinline__ L const* logits_of(dflash_moe_params const& p, int row)
 {
-    L const* const of_row = static_cast<L const*>(p.logits) + static_cast<int64_t>(row) * p.logits_row_stride;
+    return static_cast<L const*>(p.logits) + static_cast<int64_t>(row) * p.logits_row_stride;
+}
+
+// What the expert gives that a row goes through whatever it chose.
+template <typename L>
+__device__ __forceinline__ float shared_share_of(dflash_moe_params const& p, int row)
+{
     L const* const gates = static_cast<L const*>(p.shared_gate);
-    float const shared_share
-        = gates ? sigmoid(to_float(load_new(gates + static_cast<int64_t>(row) * p.shared_gate_row_stride))) : 1.f;
-    Chosen const own = p.experts <= 32 ? choose<1>(p, of_row)
-        : p.experts <= 128             ? choose<4>(p, of_row)
-        : p.experts <= 256             ? choose<8>(p, of_row)
-        : p.experts <= 384             ? choose<12>(p, of_row)
-                                       : choose<kMostExperts / 32>(p, of_row);
+    return gates ? sigmoid(to_float(load_new(gates + static_cast<int64_t>(row) * p.shared_gate_row_stride))) : 1.f;
+}
+
+// The index of a lane's expert among this rank's, or -1. Stores the row's experts and shares if told.
+__device__ __forceinline__ int take_choice(
+    dflash_moe_params const& p, Route const& route, int row, Chosen const& own, float shared_share, bool stores)
+{
     int const lane = threadIdx.x % 32, chosen = experts_of_row(p);
     int const expert = lane < p.top_k ? own.expert - p.first : p.count;
     bool const is_own = lane < chosen && expert >= 0 && (expert < p.count || lane == p.top_k);
@@ -346,6 +356,36 @@ __device__ __forceinline__ int choose_experts(
         route.experts[row * chosen + lane] = is_own ? expert : -1;
     }
     return is_own ? expert : -1;
+}
+
+// Whether `choose_shortly` can.
+inline bool are_chosen_shortly(dflash_moe_params const& p)
+{
+    return p.logits_dtype == p.dtype && p.normalized && !p.correction;
+}
+
+// As `choose`, in code of two lengths, for kernels that have more to do.
+template <typename L>
+__device__ __forceinline__ Chosen choose_shortly(dflash_moe_params const& p, int row, bool has_shares)
+{
+    L const* const of_row = logits_of<L>(p, row);
+    return p.experts <= 128 ? choose_largest<L, 4, true>(p, of_row, has_shares)
+                            : choose_largest<L, kMostExperts / 32, true>(p, of_row, has_shares);
+}
+
+// Chooses a row's experts, by a warp, and stores them if told: the index of a lane's among this rank's, or -1.
+template <typename L>
+__device__ __forceinline__ int choose_experts(
+    dflash_moe_params const& p, Route const& route, int row, bool stores = true)
+{
+    L const* const of_row = logits_of<L>(p, row);
+    float const shared_share = shared_share_of<L>(p, row);
+    Chosen const own = p.experts <= 32 ? choose<1>(p, of_row)
+        : p.experts <= 128             ? choose<4>(p, of_row)
+        : p.experts <= 256             ? choose<8>(p, of_row)
+        : p.experts <= 384             ? choose<12>(p, of_row)
+                                       : choose<kMostExperts / 32>(p, of_row);
+    return take_choice(p, route, row, own, shared_share, stores);
 }
 
 } // namespace moe

@@ -174,7 +174,6 @@ inline Product gate_up_product(dflash_moe_params const& p, Route const& route, v
     product.is_by_block = p.format == DFLASH_MOE_FP8_BLOCKS;
     product.is_clamped = p.clamped != 0;
     product.has_gelu = p.gelu != 0;
-    product.rehearses = p.rows <= kRehearsedRows;
     product.alpha = p.alpha;
     product.limit = p.limit;
     return product;

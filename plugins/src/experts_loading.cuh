@@ -14,7 +14,8 @@ namespace moe
 
 __device__ __forceinline__ void copy_async_16(uint32_t to, void const* from, bool is_there)
 {
-    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(is_there ? 16 : 0));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+        "r"(is_there ? 16 : 0), "l"(read_once_policy()));
 }
 
 // Loads a warp's granules into its ring: units of two tiles as they lie, or of 16 rows of 128 bytes, each second row's
@@ -38,8 +39,8 @@ struct Weights
     int tile_stride = 0; // from a granule's tile to its next
     char const* scales_from = nullptr; // INT4's; of the first 16 lanes a row each
 
-    __device__ __forceinline__ Weights(
-        Product const& p_, Layout const& layout_, Share const& share, int lane_, unsigned char const* ring_)
+    __device__ __forceinline__ Weights(Product const& p_, Layout const& layout_, Groups const& groups,
+        Share const& share, int lane_, unsigned char const* ring_)
         : p(p_)
         , layout(layout_)
         , lane(lane_)
@@ -47,7 +48,7 @@ struct Weights
         , gap(Rows<kGateUp>::gap(p_))
         , ring(shared_address(ring_))
         , at(ring + lane / 8 * kLine + ((lane % 8) ^ (lane / 8 % 2 * 4)) * 16)
-        , cursor(p_.route, share)
+        , cursor(groups, share)
     {
     }
 
@@ -163,11 +164,26 @@ struct Order
     }
 };
 
+// Copies the inputs of a row that is alone into shared memory, as `load_inputs` does, by some of a block's threads:
+// before its experts are known.
+template <Weight kWeight>
+__device__ __forceinline__ void load_alone(
+    Product const& p, Layout const& layout, unsigned char* inputs, int thread, int threads)
+{
+#pragma unroll 1
+    for (int chunk = thread; chunk < layout.token_bytes / 16; chunk += threads)
+    {
+        uint4 const* const from = static_cast<uint4 const*>(p.x) + chunk;
+        uint4 const taken = chunk < p.inputs / 8 ? load_new(from) : uint4{};
+        *reinterpret_cast<uint4*>(inputs + Order<kWeight>::place(chunk)) = Order<kWeight>::ordered(taken);
+    }
+}
+
 // Copies a group's inputs into shared memory, in the order in which lanes take them: of a step the parts' first 16
 // bytes, then their second ones.
 template <typename T, Weight kWeight, int kTokens, bool kGateUp>
 __device__ __forceinline__ void load_inputs(
-    Product const& p, Layout const& layout, Group const& group, unsigned char* inputs)
+    Product const& p, Layout const& layout, Groups const& groups, Group const& group, unsigned char* inputs)
 {
     int const chunks = p.inputs / 8;
     for (int chunk = threadIdx.x; chunk < layout.token_bytes / 16; chunk += blockDim.x)
@@ -184,7 +200,7 @@ __device__ __forceinline__ void load_inputs(
                 if (first + i < group.tokens && chunk < chunks)
                 {
                     int const pair = group.first + first + i;
-                    int64_t const row = kGateUp ? p.route.rows[pair] : pair;
+                    int64_t const row = kGateUp ? groups.rows[pair] : pair;
                     taken[i] = reinterpret_cast<uint4 const*>(static_cast<T const*>(p.x) + row * p.inputs)[chunk];
                 }
             }

@@ -317,87 +317,124 @@ struct Epilogue
 
 // -- the kernel -------------------------------------------------------------------------------------------------------
 
+struct NoChooser
+{
+};
+
+// What a product is given that may find the routing, the first one.
+template <bool kGateUp>
+using Chooser = std::conditional_t<kGateUp, dflash_moe_params, NoChooser>;
+
+// Waits for the routing, or finds it where blocks do, with the inputs of a row that is alone: once before there are
+// logits, for its code.
+template <typename T, Weight kWeight>
+__device__ __forceinline__ void find_routing(Product const& p, Layout const& layout, dflash_moe_params const& chooser,
+    OwnRoute* own, unsigned char* inputs, int tile)
+{
+    if (!own)
+    {
+        wait();
+        trigger();
+        return;
+    }
+#pragma unroll 1
+    for (bool is_real : {false, true})
+    {
+        own->clear(chooser);
+        if (is_real)
+        {
+            wait();
+            if (blockIdx.x > 0) // the first one stores the routing before others may begin
+            {
+                trigger();
+            }
+        }
+        own->find<T>(chooser, p.route, tile, is_real,
+            [&] { load_alone<kWeight>(p, layout, inputs, threadIdx.x - 32, blockDim.x - 32); });
+    }
+}
+
 // kGateUp: the first product, which ends with the activation.
 template <typename T, Weight kWeight, int kTokens, bool kGateUp>
-__global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product const p)
+__global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product const p, Chooser<kGateUp> const chooser)
 {
     constexpr int kTiles = kTokens / 8;
     extern __shared__ __align__(128) unsigned char shared[];
 
-    // The routing must be known. For the second product it is: the first one waited for it before letting this begin.
-    // Reads of it before this kernel's own wait come from the L2 cache, which surely has it. The first one may
-    // rehearse meanwhile: each warp multiplies a unit of what lies in shared memory, for no tokens, and has its code.
-    Layout layout(p.inputs, kWeight);
-    int const warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32, units = layout.units;
+    // The routing must be known. For the second product it is: the first one waited for it, or stored it, before
+    // letting this begin. Reads of it before this kernel's own wait come from the L2 cache, which has it then.
+    Layout const layout(p.inputs, kWeight);
+    int const warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     unsigned char* const ring = shared + warp * layout.warp_bytes;
     unsigned char* const inputs = shared + warps * layout.warp_bytes;
+    OwnRoute* const own = kGateUp && p.routes ? reinterpret_cast<OwnRoute*>(inputs + kTokens * layout.pitch) : nullptr;
+    bool has_inputs = false;
     if constexpr (kGateUp)
     {
         p.ask_ahead();
+        find_routing<T, kWeight>(p, layout, chooser, own, inputs, kTokens);
+        has_inputs = own && chooser.rows == 1;
     }
-#pragma unroll 1
-    for (int turn = kGateUp && p.rehearses ? 0 : 1; turn < 2; ++turn)
+    else
     {
-        bool const is_real = turn == 1;
-        layout.units = is_real ? units : 1;
-        if (is_real)
-        {
-            if constexpr (kGateUp)
-            {
-                wait();
-            }
-            trigger();
-        }
-        __syncwarp(); // its ring has been read
-        Share const share(p, is_real);
-        Weights<kWeight, kGateUp> weights(p, layout, share, lane, ring);
-        // Units asked for ahead of the inputs. Those of a first product, which are there already, would come behind a
-        // whole ring. Of INT4 a ring is small beside them, and the second product asks before it waits for its inputs.
-        constexpr int kAhead = kGateUp && kWeight != Weight::kInt4 ? kUnits / 2 : kUnits;
+        trigger();
+    }
+    Groups const groups(p.route, own);
+    Share const share(p, groups);
+    Weights<kWeight, kGateUp> weights(p, layout, groups, share, lane, ring);
+    // Units asked for ahead of the inputs. Those of a first product, which are there already, would come behind a whole
+    // ring. Of INT4 a ring is small beside them, and the second product asks before it waits for its inputs.
+    int const ahead = kGateUp && kWeight != Weight::kInt4 && !has_inputs ? kUnits / 2 : kUnits;
 #pragma unroll 1
-        for (int i = 0; i < kAhead; ++i)
+    for (int i = 0; i < ahead; ++i)
+    {
+        weights.load_next();
+    }
+    if constexpr (!kGateUp)
+    {
+        wait();
+    }
+    else if (own && blockIdx.x == 0 && warp == warps - 1) // which has no more granules than others
+    {
+        own->store(chooser, p.route);
+    }
+    Mainloop<T, kWeight, kTiles> mainloop(p, layout, lane, ring, inputs);
+    int index = share.begin / share.stride; // of a group
+    int first = share.begin - index * share.stride; // of the block's share of it
+    for (int from = share.begin; from < share.end; from = ++index * share.stride, first = 0)
+    {
+        Group const group = groups.groups[index];
+        if (!has_inputs)
         {
-            weights.load_next();
-        }
-        if constexpr (!kGateUp)
-        {
-            wait();
-        }
-        Mainloop<T, kWeight, kTiles> mainloop(p, layout, lane, ring, inputs);
-        int index = share.begin / share.stride; // of a group
-        int first = share.begin - index * share.stride; // of the block's share of it
-        for (int from = share.begin; from < share.end; from = ++index * share.stride, first = 0)
-        {
-            Group const group = is_real ? p.route.groups[index] : Group{};
             __syncthreads();
-            load_inputs<T, kWeight, kTokens, kGateUp>(p, layout, group, inputs);
+            load_inputs<T, kWeight, kTokens, kGateUp>(p, layout, groups, group, inputs);
             __syncthreads();
-            if (from == share.begin)
-            {
+        }
+        if (from == share.begin)
+        {
 #pragma unroll 1
-                for (int i = kAhead; i < kUnits; ++i)
-                {
-                    weights.load_next();
-                }
-                mainloop.begin_unit(0);
-            }
-            int const tiles = kTiles == 1 ? 1 : (group.tokens + 7) / 8;
-            int const last = min(share.granules, share.end - index * share.stride);
-            for (int granule = first + warp; granule < last; granule += warps)
+            for (int i = ahead; i < kUnits; ++i)
             {
-                Epilogue<T, kWeight, kGateUp> const epilogue(p, group, granule, lane);
-                float c[kTiles][4] = {};
-                if constexpr (kWeight == Weight::kFp8)
-                {
-                    Fp8Scales scales(p, group.expert, epilogue.row, epilogue.second_row, lane);
-                    mainloop.multiply(c, tiles, weights, &scales);
-                }
-                else
-                {
-                    mainloop.multiply(c, tiles, weights, nullptr);
-                }
-                epilogue.store(c);
+                weights.load_next();
             }
+            mainloop.begin_unit(0);
+        }
+        int const tiles = kTiles == 1 ? 1 : (group.tokens + 7) / 8;
+        int const last = min(share.granules, share.end - index * share.stride);
+        for (int granule = first + warp; granule < last; granule += warps)
+        {
+            Epilogue<T, kWeight, kGateUp> const epilogue(p, group, granule, lane);
+            float c[kTiles][4] = {};
+            if constexpr (kWeight == Weight::kFp8)
+            {
+                Fp8Scales scales(p, group.expert, epilogue.row, epilogue.second_row, lane);
+                mainloop.multiply(c, tiles, weights, &scales);
+            }
+            else
+            {
+                mainloop.multiply(c, tiles, weights, nullptr);
+            }
+            epilogue.store(c);
         }
     }
     asm volatile("cp.async.wait_all;" ::: "memory");

@@ -11,10 +11,10 @@ namespace moe
 
 constexpr int kRouteThreads = 1024;
 
-// Of so few rows, whose numbers come from kernels that let others begin beside them, blocks compute everything once
-// before they wait, from whatever lies there, and store nothing: their code is at hand when the numbers are. What they
-// saw there is old: they read it anew, by `load_new`.
-constexpr int kRehearsedRows = 16;
+// Where numbers come from kernels that let others begin beside them, blocks compute everything once before they wait,
+// from whatever lies there, and store nothing: their code is at hand when the numbers are. What they saw there is old:
+// they read it anew, by `load_new`.
+constexpr int kRehearsedRows = 16; // of the sum, at most
 constexpr int kRouteRehearses = 8; // of any number of rows
 
 // The sum of x over the lanes up to this one.

@@ -1,7 +1,7 @@
 // A product of a mixture of experts: its arguments, its layout in shared memory, and its division among blocks.
 #pragma once
 
-#include "experts_route.cuh"
+#include "experts_own_route.cuh"
 #include "instructions.cuh"
 
 namespace dflash
@@ -96,7 +96,7 @@ struct Product
     bool is_by_block; // FP8's scales are of blocks of 128 by 128
     bool is_clamped;
     bool has_gelu;
-    bool rehearses; // gate and up: see kRehearsedRows
+    bool routes; // gate and up: by blocks themselves
     float alpha;
     float limit;
     void const* ahead[2]; // what the L2 cache is asked for while the routing is not known yet, or null
@@ -163,24 +163,14 @@ struct Layout
 struct Share
 {
     int const granules; // of a group
-    bool const is_real;
     int stride; // from one group's places to the next one's
     int begin;
     int end;
 
-    // Or, where it is not real, a granule of each warp, of which nothing is loaded.
-    __device__ __forceinline__ Share(Product const& p, bool is_real_)
+    __device__ __forceinline__ Share(Product const& p, Groups const& of_route)
         : granules(p.outputs / kGranule)
-        , is_real(is_real_)
     {
-        if (!is_real)
-        {
-            stride = granules;
-            begin = 0;
-            end = min(granules, static_cast<int>(blockDim.x) / 32);
-            return;
-        }
-        uint32_t const groups = __ldcg(p.route.group_count), warps = blockDim.x / 32, blocks = gridDim.x;
+        uint32_t const groups = of_route.count(), warps = blockDim.x / 32, blocks = gridDim.x;
         uint32_t const block = blockIdx.x, group_rounds = (granules + warps - 1) / warps;
         uint32_t const rounds = groups * group_rounds;
         uint32_t const least = groups ? blocks / groups : 0; // blocks of a group
@@ -206,20 +196,20 @@ struct Share
 // Walks the granules of a warp: in each group that its block has a share of, every warps-th one.
 struct Cursor
 {
-    Route const& route;
+    Groups const& groups;
     Share const& share;
     int group;
     int granule;
     int last; // + 1, of the block's share of the group
     int expert;
 
-    __device__ __forceinline__ Cursor(Route const& route_, Share const& share_)
-        : route(route_)
+    __device__ __forceinline__ Cursor(Groups const& groups_, Share const& share_)
+        : groups(groups_)
         , share(share_)
         , group(share_.begin / share_.stride)
         , granule(share_.begin % share_.stride + static_cast<int>(threadIdx.x) / 32)
-        , last(share_.is_real ? min(share_.granules, share_.end - group * share_.stride) : 0)
-        , expert(share_.begin < share_.end ? __ldcg(&route_.groups[group].expert) : 0)
+        , last(min(share_.granules, share_.end - group * share_.stride))
+        , expert(share_.begin < share_.end ? groups_.expert(group) : 0)
     {
         settle();
     }
@@ -242,7 +232,7 @@ struct Cursor
             ++group;
             granule = threadIdx.x / 32;
             last = min(share.granules, share.end - group * share.stride);
-            expert = __ldcg(&route.groups[group].expert);
+            expert = groups.expert(group);
         }
     }
 };

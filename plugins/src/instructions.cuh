@@ -27,12 +27,12 @@ __device__ __forceinline__ void wait_for_copies()
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// For copies of what is read once, such as weights: what else the L2 cache has should stay there.
-__device__ __forceinline__ uint64_t read_once_policy()
+// For copies of what is read once, such as weights: what else the L2 cache has should stay there. The number is what
+// `createpolicy.fractional.L2::evict_first` gives for all of a copy. As a constant it needs no registers of each
+// thread, which every copy would move to where it takes the policy from.
+__device__ __forceinline__ constexpr uint64_t read_once_policy()
 {
-    uint64_t policy;
-    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
+    return 0x12f0000000000000;
 }
 
 // -- barriers in shared memory that count arrivals and the bytes of bulk copies ---------------------------------------

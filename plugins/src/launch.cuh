@@ -15,6 +15,15 @@ __device__ __forceinline__ void trigger()
     asm volatile("griddepcontrol.launch_dependents;");
 }
 
+// Likewise, behind what this kernel wrote: the next one may read that, too, past the L1 cache. By a warp that has
+// written it, or by threads that have met those who did.
+__device__ __forceinline__ void trigger_behind_writes()
+{
+    __threadfence();
+    __syncwarp();
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // Waits until the writes of the kernels before this one can be seen. Every thread calls it, for a grid that ended
 // without waiting would let the one after it run too soon.
 __device__ __forceinline__ void wait()

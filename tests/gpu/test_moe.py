@@ -92,11 +92,18 @@ CASES = [
     replace(GEMMA, rows=10, first=32, count=64),
     *(Case(rows, dtype) for rows in (1, 2, 8, 9, 80) for dtype in HALVES),
     *(Case(rows, packed=False) for rows in (1, 8, 33, 256)),
-    *(replace(QWEN3_MOE, rows=rows) for rows in (1, 16, 100)),
+    *(replace(QWEN3_MOE, rows=rows) for rows in (1, 2, 16, 17, 100)),  # of up to 16 blocks find the routing themselves
+    replace(QWEN3_MOE, rows=12, top_k=10),  # 120 pairs: likewise
+    replace(QWEN3_MOE, rows=13, top_k=10, dtype=torch.float16),  # 130: not
+    replace(QWEN3_MOE, rows=4, normalized=False),
+    replace(QWEN3_MOE, rows=7, logits_dtype=torch.float32),
+    *(replace(QWEN3_MOE, rows=rows, first=96, count=32) for rows in (1, 5, 16)),
     replace(QWEN3_MOE, rows=40, dtype=torch.float16, normalized=False, logits_dtype=torch.float32),
     Case(10, first=8, count=8, columns=2880),  # a rank's experts
     Case(3, experts=256, first=200, count=56),
-    Case(2, experts=64, first=60, count=4),  # few rows, if any, chose one of this rank's
+    *(Case(rows, experts=64, first=60, count=4) for rows in (1, 2)),  # few rows, if any, chose one of this rank's
+    *(Case(rows, spread=0.0) for rows in (1, 13)),
+    Case(1, hidden=544, columns=160, experts=8, count=8, whole=True),
     Case(256, columns=736),  # a rank's columns: an odd number of blocks
     Case(512, hidden=512, columns=96, top_k=8),
     Case(64, spread=0.0),  # all choose the first four
@@ -188,7 +195,8 @@ RAGGED = [
     Case(512, packed=False, spread=0.0, top_k=1, hidden=256, columns=80),  # all chose the first
     *(Case(rows, packed=False, hidden=1040, columns=112, experts=8, count=5) for rows in (15, 63, 97, 130, 250)),
     *(Case(rows, hidden=544, columns=160, experts=8, first=3, count=5) for rows in (15, 63, 97, 130, 250)),
-    replace(QWEN3_MOE, rows=512),
+    *(Case(rows) for rows in (1, 8, 16)),
+    *(replace(QWEN3_MOE, rows=rows) for rows in (1, 16, 512)),
     replace(QWEN3_MOE, rows=300, dtype=torch.float16),
     Case(320, experts=128, count=128, columns=736),
     Case(256, columns=2880),

@@ -26,7 +26,7 @@ CASES = [
     replace(QWEN35, rows=20, first=128, count=128),
     replace(QWEN35, rows=9, top_k=31, logits_dtype=torch.float32),
     replace(QWEN35, rows=4, experts=384, count=384, normalized=False),
-    *(replace(QWEN35, rows=rows, experts=512, count=512, top_k=10) for rows in (1, 16, 90, 512)),  # Qwen3-Next
+    *(replace(QWEN35, rows=rows, experts=512, count=512, top_k=10) for rows in (1, 11, 16, 90, 512)),  # Qwen3-Next
     replace(QWEN35, rows=40, experts=400, first=100, count=300),
     replace(QWEN35, rows=70, spread=0.0),
 ]
@@ -173,7 +173,7 @@ def test_a_rows_result_is_the_same_to_the_bit_alone_and_among_others(fp8):
 
 
 @pytest.mark.parametrize("fp8", FORMATS)
-@pytest.mark.parametrize("rows", [1, 8, 16])
+@pytest.mark.parametrize("rows", [1, 8, 13, 16])
 def test_captured_behind_products_that_let_it_begin_it_follows_their_results(rows, fp8):
     """Blocks that rehearse see the logits, rows and stream of the replay before."""
     case = replace(QWEN35, rows=rows)
