@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from trtllm_dflash.bench.random_session import fill_caches
 from trtllm_dflash.bench.random_weights import random_weights
 from trtllm_dflash.cost.shapes import shape_config
 from trtllm_dflash.ops.communicator import Solo
@@ -47,6 +48,7 @@ def main() -> None:
     config = shape_config(settings.shape, layers=settings.layers, precision="bf16", tp=1, **limits)
     device = torch.device("cuda")
     session = CudaSession(config, random_weights(config, 0, device), device, Solo(), kernels=settings.kernels)
+    fill_caches(session)  # of zeros all slots would go on alike, and choose the same experts
     session.prepare(Prepare(tuple({rows - 1 for _, rows, _ in settings.cases if rows > 1}), sampled=False))
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     print(f"{machine}; {settings.shape}, BF16, {length} cached tokens, kernels: {settings.kernels}")
