@@ -82,6 +82,8 @@ BEFORE_STATES_WERE_READ_ALONE = {
     "steps-h100/any-width-since-qwen3.5-35b-a3b",
     "steps-h100/since-shared-groups-qwen3-coder-next-fp8",
 }
+#: Timed when a kernel of its own chose few rows' experts: likewise.
+BEFORE_BLOCKS_CHOSE = {"steps-h200/qwen3.5-35b-a3b", "router-h100/since-qwen3-coder-30b-a3b"}
 DRAFTING = {"plain": Drafting.OFF, "context only": Drafting.CONTEXT, "drafted": Drafting.BLOCK}
 
 
@@ -119,6 +121,7 @@ def test_predicted_steps_are_within_the_stated_bound_of_those_measured(name):
     batches = set(map(int, words[words.index("--batch") + 1].split(","))) if "--batch" in words else {1, 8, 32}
     assert {(arm, batch) for arm, batch, _ in errors} >= {(a, b) for a in ("plain", "drafted") for b in batches}
     slower = {arm for arm in errors if 16 < arm[1] * arm[2] <= 128} if name in BEFORE_PRODUCTS_OF_ANY_WIDTH else set()
+    slower |= {arm for arm in errors if arm[1] * arm[2] <= 8} if name in BEFORE_BLOCKS_CHOSE else set()
     bound, most = RECORDS[name]
     assert max(abs(error) for arm, error in errors.items() if arm not in slower | older) <= bound <= most, errors
     assert all(-0.12 < errors[arm] < bound for arm in slower), errors
