@@ -7,7 +7,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from tests.conftest import refusal, run, succeeds
 from trtllm_dflash.errors import EngineError, SettingsError
-from trtllm_dflash.serving.repository import DeploySettings, deploy, render
+from trtllm_dflash.serving.repository import DeploySettings, deploy, render, streaming_and_deadline
 
 MODELS = {"ensemble", "preprocessing", "tensorrt_llm", "postprocessing", "tensorrt_llm_bls"}
 
@@ -81,6 +81,17 @@ def test_a_repository_has_the_five_models(repository):
     for model in MODELS:
         assert (repository / model / "1").is_dir()
         assert config(repository, model).max_batch_size == 8
+
+
+def test_the_openai_api_reads_what_a_repository_was_deployed_with(repository, tiny_engine, tmp_path):
+    assert streaming_and_deadline(repository) == (True, 600.0)
+    assert streaming_and_deadline(tmp_path) == (True, 600.0)  # somebody's own
+    deploy(tiny_engine, tmp_path / "own", DeploySettings(decoupled=False, deadline_seconds=1200.5))
+    assert streaming_and_deadline(tmp_path / "own") == (False, 1200.5)
+    file = tmp_path / "own" / "tensorrt_llm" / "config.pbtxt"
+    file.write_text(file.read_text().replace("1200.5", "long"))
+    with pytest.raises(SettingsError, match="deadline_seconds is long"):
+        streaming_and_deadline(tmp_path / "own")
 
 
 def test_clients_of_tensorrt_llm_find_their_names_types_and_shapes(repository):

@@ -290,6 +290,10 @@ def test_what_cannot_be_served_is_refused_before_triton_starts(quick, served_eng
     assert "is empty" in refused(*quick, "--openai-port", 0, "--openai-api-key-file", tmp_path / "key")
     assert "--log" in refused(*quick, "--log", tmp_path / "none" / "log")
     assert "--unary: the OpenAI API" in refused("--engine", served_engine, "--unary", "--openai-port", 0)
+    unary = tmp_path / "unary"
+    deploy(served_engine, unary, DeploySettings(decoupled=False))
+    words = refused("--engine", served_engine, "--repository", unary, "--openai-port", 0)
+    assert f"--repository {unary}, deployed --unary: the OpenAI API" in words
 
 
 def test_a_log_file_is_added_to_and_kept(echo, tmp_path, triton):

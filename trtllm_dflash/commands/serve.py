@@ -92,8 +92,6 @@ def serve(
     if is_heard(signal.SIGHUP):
         signal.signal(signal.SIGHUP, lambda *_: sys.exit(128 + signal.SIGHUP))
     settings = deploy_settings(no_draft, flags)
-    if endpoints.openai_port is not None and not settings.decoupled:
-        raise SettingsError("--unary: the OpenAI API streams, which these models would not; leave out --openai-port")
     try:
         with ExitStack() as stack:
             with progress_bar() as progress:

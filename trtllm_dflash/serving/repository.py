@@ -1,6 +1,7 @@
 """`deploy`: the model repository that Triton loads, made of the templates in `triton_repo/`."""
 
 import os
+import re
 import shlex
 from pathlib import Path
 from string import Template
@@ -136,6 +137,23 @@ def is_repository(path: Path) -> bool:
     """Whether `deploy` wrote a directory, for whichever engine and with whichever settings."""
     file = path / "tensorrt_llm" / "config.pbtxt"
     return file.is_file() and file.read_bytes().startswith(MARK.encode())
+
+
+def streaming_and_deadline(repository: Path) -> tuple[bool, float]:
+    """Reads whether a repository's models stream, and how long a request may take; the defaults of one not ours.
+
+    Raises:
+        SettingsError: somebody has written something else there.
+    """
+    text = (repository / "tensorrt_llm" / "config.pbtxt").read_text("utf-8") if is_repository(repository) else ""
+    written = dict(re.findall(r'key: "(decoupled|deadline_seconds)" value { string_value: "(.*?)"', text))
+    try:
+        values = {name: value == "true" if name == "decoupled" else float(value) for name, value in written.items()}
+        read = DeploySettings.model_validate(values)
+    except ValueError:
+        reason = f"deadline_seconds is {written['deadline_seconds']}; deploy again"
+        raise SettingsError(f"--repository {repository}: its {reason}") from None
+    return read.decoupled, read.deadline_seconds
 
 
 def _is_empty_folder(path: Path) -> bool:

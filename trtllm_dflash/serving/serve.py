@@ -15,7 +15,7 @@ from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.serving.claim import Claim
 from trtllm_dflash.serving.endpoints import Endpoints
 from trtllm_dflash.serving.gate import Gate
-from trtllm_dflash.serving.repository import DeploySettings, deploy, is_found, render
+from trtllm_dflash.serving.repository import DeploySettings, deploy, is_found, render, streaming_and_deadline
 from trtllm_dflash.serving.server import DRAIN_SECONDS, RANK_MODEL, Server
 from trtllm_dflash.serving.triton import EXTRA, is_named
 
@@ -88,13 +88,18 @@ def serving(
     config = read_config(engine)
     _check_temporary()
     endpoints = endpoints.chosen()
+    streams, seconds = settings.decoupled, settings.deadline_seconds
+    if repository is not None:
+        _check_repository(repository, engine)
+        streams, seconds = streaming_and_deadline(repository)
     gate = Gate()
     app = None
     if endpoints.openai_port is not None:
-        app = _gateway_app(engine, endpoints, api_key, origins, settings.deadline_seconds, gate)
+        if not streams:
+            unary = "--unary" if repository is None else f"--repository {repository}, deployed --unary"
+            raise SettingsError(f"{unary}: the OpenAI API streams, which these models do not; leave out --openai-port")
+        app = _gateway_app(engine, endpoints, api_key, origins, seconds, gate)
     with ExitStack() as stack:
-        if repository is not None:
-            _check_repository(repository, engine)
         claim = Claim()
         stack.callback(claim.release)
         served = claim.folder / "repository"
