@@ -1,6 +1,7 @@
 """Captured steps, with a capture that captures nothing: every step that is asked for was prepared before."""
 
 import random
+import re
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.conftest import TINY
+from tests.pages import DOCS
 from trtllm_dflash import LLM, SamplingParams, Structured
 from trtllm_dflash.engine.ladder import (
     StepKind,
@@ -362,6 +364,18 @@ def test_every_step_beside_prompts_finds_its_kind(loaded, chunk, lengths):
                     if running and (kind is not Drafting.OFF or rows == 1):
                         step = Step([(i, rows) for i in range(running)], [], kind, block, sampled=False)
                         assert graphs.find_flat(step, [], True)[0].shaped
+
+
+def test_as_many_steps_are_captured_as_the_page_on_gpus_says(loaded):
+    config = loaded.config.model_copy(update={"chunk": 512, "max_batch": 64, "block_size": 16})
+    counts = []
+    for lengths, shares in ((tuple(draft_lengths(16)), True), ((7,), False), ((), False)):
+        graphs = StepGraphs(config, lambda kind: kind, config.chunk)
+        graphs.prepare(Prepare(lengths, sampled=True, shaped=True, shares=shares), lambda *_: None)
+        counts.append(len(graphs))
+    page = " ".join((DOCS / "gpu.md").read_text().split())
+    said = "there are {}, 88 of them for .* With `--draft-length 7` there are {}, with `--no-draft` {}\\."
+    assert re.search(said.format(*counts), page), counts
 
 
 @pytest.mark.parametrize(
