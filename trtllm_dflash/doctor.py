@@ -120,7 +120,7 @@ def _tensorrt_rtx() -> Finding:
         "TensorRT-RTX",
         importlib.util.find_spec("tensorrt_rtx") is not None,
         _version("tensorrt-rtx") or "",
-        "no TensorRT engines compiled without a GPU (SM75 to SM89, SM120)",
+        "no TensorRT engines compiled without a GPU (SM75 to SM89, SM120, SM121)",
         "pip install 'trtllm-dflash[tensorrt]'",
     )
 

@@ -89,7 +89,8 @@ class LLM:
             path: the engine directory.
             device: "cpu", "cuda", or "auto": CUDA where there is one.
             kernels: on a GPU, "auto" computes with our CUDA kernels wherever they compute such an engine, and does not
-                load it where they are missing; "torch" computes with torch's, slower.
+                load it where they are missing; "exact" gives a row the same bits whatever else is in the batch; "torch"
+                computes with torch's, slower.
             prepare: on a GPU, captures every step that `generate` and `stream` may need, of one slot to all, plain and
                 with the drafter's whole block, greedy and sampled: seconds now, and none in a request. False leaves
                 that to whoever schedules; a `Service` captures the steps of its own draft lengths.
