@@ -41,9 +41,7 @@ _PLUGIN = Path(__file__).parents[2] / "plugins" / "build" / "libdflash_plugin.so
     help="fp8: caches in half the bytes; engine: in the engine's own type.  [default: auto, as the target's says]",
 )
 @click.option("--kv-memory", type=float, help="torch: GB of caches on each GPU.  [default: all slots at full length]")
-@click.option(
-    "--page-size", type=int, help="torch: tokens in a page of the caches.  [default: 64 with our kernels or --kv-memory]"
-)
+@click.option("--page-size", type=int, help="torch: tokens in a page.  [default: 64 with our kernels or --kv-memory]")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Any of these settings by its name.")
 @click.option("--force", is_flag=True, help="Replace what stands at --output.")
 @click.option("--backend", help="torch or tensorrt.  [default: tensorrt where it is here for the GPU, else torch]")
