@@ -92,10 +92,10 @@ void ask_for(Product const& product, Weight weight, int expert, int place, Produ
 
 template <typename T, Weight kWeight, int kTokens>
 cudaError_t launch_products(
-    dflash_moe_params const& p, Workspace const& space, Device const& device, cudaStream_t stream)
+    dflash_moe_params const& p, Workspace const& space, Device const& device, bool routes, cudaStream_t stream)
 {
     Product gate_up = gate_up_product(p, space.route, p.x, space.h);
-    gate_up.routes = do_blocks_route(p, device, kTokens);
+    gate_up.routes = routes;
     Product const down = down_product(p, space.route, space.h, space.y);
     if (p.has_shared) // it is known before the routing is
     {
@@ -117,22 +117,19 @@ template <typename T, int kTokens>
 cudaError_t launch_moe(dflash_moe_params const& p, void* workspace, Device const& device, cudaStream_t stream)
 {
     Workspace const space(p, workspace);
-    cudaError_t error = cudaSuccess;
-    if (!do_blocks_route(p, device, kTokens))
-    {
-        error = launch_route(p, space.route, kTokens, stream);
-    }
+    bool const routes = do_blocks_route(p, device, kTokens);
+    cudaError_t error = routes ? cudaSuccess : launch_route(p, space.route, kTokens, stream);
     if (error)
     {
         return error;
     }
     switch (weight_of(p))
     {
-    case Weight::kMxfp4: error = launch_products<T, Weight::kMxfp4, kTokens>(p, space, device, stream); break;
-    case Weight::kFp8: error = launch_products<T, Weight::kFp8, kTokens>(p, space, device, stream); break;
-    case Weight::kInt4: error = launch_products<T, Weight::kInt4, kTokens>(p, space, device, stream); break;
-    case Weight::kNvfp4: error = launch_products<T, Weight::kNvfp4, kTokens>(p, space, device, stream); break;
-    default: error = launch_products<T, Weight::kNumbers, kTokens>(p, space, device, stream);
+    case Weight::kMxfp4: error = launch_products<T, Weight::kMxfp4, kTokens>(p, space, device, routes, stream); break;
+    case Weight::kFp8: error = launch_products<T, Weight::kFp8, kTokens>(p, space, device, routes, stream); break;
+    case Weight::kInt4: error = launch_products<T, Weight::kInt4, kTokens>(p, space, device, routes, stream); break;
+    case Weight::kNvfp4: error = launch_products<T, Weight::kNvfp4, kTokens>(p, space, device, routes, stream); break;
+    default: error = launch_products<T, Weight::kNumbers, kTokens>(p, space, device, routes, stream);
     }
     return error ? error : launch_sum<T>(p, space.route, space.y, stream);
 }
