@@ -103,7 +103,7 @@ cudaError_t launch_products(
         ask_for(down, kWeight, p.count, 1, gate_up);
     }
     // The block of `route_kernel` fills a multiprocessor until it ends: nobody else would begin there before.
-    bool const is_one_taken = p.rows <= kShortRows && !gate_up.routes;
+    bool const is_one_taken = p.rows <= kShortRows && !routes;
     int const blocks = is_one_taken ? std::max(1, device.processors - 1) : device.processors;
     cudaError_t const error = launch_product<T, kWeight, kTokens, true>(gate_up, p, device, blocks, stream);
     if (error)

@@ -15,8 +15,7 @@ __device__ __forceinline__ void trigger()
     asm volatile("griddepcontrol.launch_dependents;");
 }
 
-// Likewise, behind what this kernel wrote: the next one may read that, too, past the L1 cache. By a warp that has
-// written it, or by threads that have met those who did.
+// Likewise, behind what the warp that calls it wrote: the next kernel may read that, too, past the L1 cache.
 __device__ __forceinline__ void trigger_behind_writes()
 {
     __threadfence();

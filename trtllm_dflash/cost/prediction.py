@@ -42,8 +42,8 @@ _ROW_SIZE = 4096
 
 _CONTEXT = 38e-6  # seconds of what the drafter keeps of tokens where it does not draft
 _SHARED = 0.82e-6  # seconds a layer more of mixtures with an expert that all rows go through
-# Likewise less of few rows: the blocks that multiply choose their experts, but by sigmoids. They do of up to
-# 16, most of which are computed as many.
+# Likewise less of few rows, whose experts the blocks that multiply choose, but by sigmoids. They do of up to 16 rows,
+# but most numbers above 8 are computed as many.
 _CHOOSING, _CHOOSING_ROWS = 3.4e-6, 8
 _FP8_CACHES = 12e-6  # likewise of attention over FP8 caches
 _NORMED = 25e-6  # likewise where what attention and the feed-forward give is normed before it is added
