@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 36
+#define DFLASH_ABI_VERSION 37
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -214,6 +214,22 @@ typedef struct
 
 DFLASH_API cudaError_t dflash_append(const dflash_append_params* params, cudaStream_t stream);
 
+/* Append and attention of segments of one row each, in one launch, on Hopper: what dflash_append and dflash_attention
+ * do of them, but q_out and q are not written and read. All of append's rows are the segments' or padding. Else, for FP8
+ * caches, is_exact, keys_as_values, norms_values, heads of more than 128, or more than eight query heads of a KV head,
+ * cudaErrorNotSupported. Reads what the caches hold before the segments' starts, segments, rows and page table without
+ * waiting for the kernel before it: dflash_embed, or one that is not ours, must have been launched since they were
+ * written. */
+DFLASH_API cudaError_t dflash_row_attention_workspace(
+    const dflash_append_params* append, const dflash_attention_params* attention, size_t* bytes);
+
+/* `arrivals`: DFLASH_ROW_ARRIVALS for each segment and KV head, of this stream alone; zeros, as which it leaves them. */
+DFLASH_API cudaError_t dflash_row_attention(const dflash_append_params* append,
+    const dflash_attention_params* attention, uint32_t* arrivals, void* workspace, size_t workspace_bytes,
+    cudaStream_t stream);
+
+#define DFLASH_ROW_ARRIVALS 16
+
 #define DFLASH_SKINNY_ROWS 16
 #define DFLASH_WIDE_ROWS 128
 
@@ -246,6 +262,7 @@ typedef struct
     int32_t gelu; /* 1: gates go through GELU by its form with tanh, not through SiLU; with swiglu only */
     const float* row_factors; /* [rows] that sums are multiplied by, or null; of dflash_exact_gemm only */
     int32_t is_scaled_by_block; /* of FP8 weights; of dflash_skinny_gemm only */
+    int32_t leaves_room; /* 1: with blocks small enough for dflash_row_attention's beside them; of dflash_skinny_gemm */
 } dflash_skinny_gemm_params;
 
 DFLASH_API cudaError_t dflash_skinny_gemm(const dflash_skinny_gemm_params* params, cudaStream_t stream);

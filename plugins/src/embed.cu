@@ -15,7 +15,10 @@ constexpr int kVector = 8; // numbers of one 16-byte access
 template <typename T>
 __global__ void __launch_bounds__(kThreads) embed_kernel(dflash_embed_params const p)
 {
-    begin();
+    // In this order: kernels that begin behind this one may read what those before it wrote, caches and the layout of
+    // rows, whatever runs yet.
+    wait();
+    trigger();
     int const row = blockIdx.x;
     int const id = p.block == 0 ? p.ids[row] : row % p.block == 0 ? p.ids[row / p.block] : p.mask_id;
     bool const is_known = id >= 0 && id < p.vocabulary;

@@ -73,21 +73,41 @@ cudaError_t allow_shared_bytes(int bytes)
     return error;
 }
 
-template <typename... Params, typename... Arguments>
-cudaError_t launch_kernel(
-    void (*kernel)(Params...), dim3 grid, int threads, int shared_bytes, cudaStream_t stream, Arguments... arguments)
+// Gives the kernel's blocks multiprocessors that have all of their shared memory as such, where other kernels' blocks
+// may find room beside them: a smaller division is that of the kernel alone.
+template <auto kKernel>
+cudaError_t share_multiprocessors()
 {
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    return cudaFuncSetAttribute(
+        kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+}
+
+// In clusters of so many neighbouring blocks; 1: in none. Of more than eight the kernel must have said that it may.
+template <typename... Params, typename... Arguments>
+cudaError_t launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, int threads, int shared_bytes,
+    cudaStream_t stream, Arguments... arguments)
+{
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = static_cast<unsigned>(cluster);
+    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+    config.attrs = attributes;
+    config.numAttrs = cluster > 1 ? 2 : 1;
     return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(arguments)...);
+}
+
+template <typename... Params, typename... Arguments>
+cudaError_t launch_kernel(
+    void (*kernel)(Params...), dim3 grid, int threads, int shared_bytes, cudaStream_t stream, Arguments... arguments)
+{
+    return launch_clusters(kernel, grid, 1, threads, shared_bytes, stream, arguments...);
 }
 
 } // namespace dflash

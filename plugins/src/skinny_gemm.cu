@@ -34,7 +34,7 @@ __device__ __forceinline__ void init_barriers(Place const& place, Shared<L> cons
         if (place.warp == kWarps)
         {
 #pragma unroll 1
-            for (int i = 0; i < L::kStages; ++i)
+            for (int i = 0; i < shared.stages; ++i)
             {
                 init_barrier(shared.full + i * kBarrier, 1);
                 init_barrier(shared.empty + i * kBarrier, kWarps);
@@ -134,7 +134,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads + 32
     extern __shared__ __align__(1024) unsigned char memory[];
     trigger();
     Place const place(L::kOrdered && launch.is_alone);
-    Shared<L> const shared{place.warp, memory};
+    Shared<L> const shared{place.warp, launch.stages, memory};
     Ring<L> ring{launch, place, shared};
     init_barriers(place, shared);
     if (place.warp == kWarps)
@@ -199,16 +199,19 @@ cudaError_t launch_skinny_gemm(
     using W = typename L::W;
     constexpr auto kernel = skinny_gemm_kernel<L>;
     int const granules = p.outputs / kGranule, clusters = std::min(processors / kCluster, granules);
-    Launch launch{p, {}, {}, division.chains, 0, 0, 0, 0, 0, 0, 0.f, 0};
+    Launch launch{p, {}, {}, division.chains, 0, 0, 0, 0, 0, 0, 0, 0.f, 0};
     launch.runs_at_once = division.chains.line_step == 1 ? L::kMostRuns : 1;
     launch.granules = granules / division.units;
     launch.more = granules % division.units;
     launch.is_alone = division.units > clusters;
     launch.per_input = 1.f / static_cast<float>(p.inputs);
-    cudaError_t error = allow_shared_bytes<kernel>(L::kBytes);
+    launch.stages = L::stages(p.leaves_room);
+    int const bytes = L::bytes(launch.stages);
+    cudaError_t error = allow_shared_bytes<kernel>(L::bytes(L::stages(false)));
+    error = error ? error : share_multiprocessors<kernel>();
     error = error ? error : map_weight<W>(p, launch);
     error = error ? error : map_rows(p.x, p.rows, p.inputs * sizeof(T), L::kTokens, launch.inputs);
-    return error ? error : launch_kernel(kernel, dim3(clusters * kCluster), kThreads + 32, L::kBytes, stream, launch);
+    return error ? error : launch_kernel(kernel, dim3(clusters * kCluster), kThreads + 32, bytes, stream, launch);
 }
 
 template <typename T, typename W, int kTokens>

@@ -58,6 +58,7 @@ struct Layout
     // half of a multiprocessor's: two blocks of one product must not share one, or they would take twice the others'
     // time. Small kernels may still stand beside a block.
     static constexpr int kLimit = 212 * 1024;
+    static constexpr int kSmallLimit = 180 * 1024; // beside a block of `row_attention_kernel`
     static constexpr int kMostStages = 12;
     static constexpr int kInputBytes = kColumns * static_cast<int>(sizeof(T)); // a token's
     static constexpr int kInputs = kTokens * kInputBytes; // bytes of a run; a warp has two, used by turns
@@ -69,16 +70,24 @@ struct Layout
     static constexpr int kSquaresBytes = (kWarps + kCluster) * kTokens * static_cast<int>(sizeof(float));
     static constexpr int kBarrierBytes = (kMostStages * 2 + kWarps * 2 + 3) * kBarrier;
     static constexpr int kOther = kInputsBytes + kSumBytes + kInboxBytes + kSquaresBytes + kBarrierBytes;
-    static constexpr int kStages = (kLimit - kOther) / kStage;
-    static constexpr int kRingBytes = kStages * kStage;
-    static constexpr int kBytes = kRingBytes + kOther;
+
+    // Stages of the ring, and the shared memory that they need with all else.
+    static constexpr int stages(bool leaves_room)
+    {
+        return ((leaves_room ? kSmallLimit : kLimit) - kOther) / kStage;
+    }
+
+    static constexpr int bytes(int stages)
+    {
+        return stages * kStage + kOther;
+    }
 
     // Results go by items, one a thread: of two tokens two of a granule's rows each, which are a gate and an up of
     // swiglu.
     static constexpr int kItemNumbers = 4;
     static constexpr int kItems = kSlot / 2 / kItemNumbers; // of each block of the cluster
     static_assert(!kOrdered || !kDecoded);
-    static_assert(kItems <= kThreads && kInFlight <= kStages && kStages <= kMostStages);
+    static_assert(kItems <= kThreads && kInFlight <= stages(true) && stages(false) <= kMostStages);
     using Item = Vector<float, kItemNumbers>;
 };
 
@@ -91,6 +100,7 @@ struct Launch
     Chains chains; // of lines of 128 bytes in a weight's row
     int run_bytes, run_chains; // from the columns and chains of the weight's map in a run to those in the next
     int runs_at_once; // two, where the lines of a chain lie together
+    int stages; // of the ring
     int granules, more; // that a cluster or a block has, and how many of the first ones have one more
     int is_alone; // each block, with all of a row's chains; else a cluster's two blocks have half of them each
     float per_input; // 1 / p.inputs
@@ -133,17 +143,18 @@ template <typename L>
 struct Shared
 {
     int const warp;
-    unsigned char* const ring; // [kStages, kWarps, kGranule, kLine]
-    unsigned char* const inputs = ring + L::kRingBytes; // [kWarps, 2, kInputs]
+    int const stages;
+    unsigned char* const ring; // [stages, kWarps, kGranule, kLine]
+    unsigned char* const inputs = ring + stages * kStage; // [kWarps, 2, kInputs]
     unsigned char* const norms = inputs + kWarps * 2 * L::kInputs; // [kWarps, 2, kInputBytes]
     float* const sums = reinterpret_cast<float*>(inputs + L::kInputsBytes); // [kSlots, kSlot]
     float* const inbox = sums + L::kSumBytes / sizeof(float); // [2, kInbox]
     float* const warp_squares = inbox + L::kInboxBytes / sizeof(float); // [kWarps, kTokens]
     float* const block_squares = warp_squares + kWarps * L::kTokens; // [kCluster, kTokens]
     uint32_t const full = shared_address(block_squares + kCluster * L::kTokens); // barriers of stages
-    uint32_t const empty = full + L::kStages * kBarrier;
-    uint32_t const own_barriers = empty + L::kStages * kBarrier + warp * 2 * kBarrier; // two of inputs for each warp
-    uint32_t const inbox_barriers = empty + L::kStages * kBarrier + kWarps * 2 * kBarrier; // two
+    uint32_t const empty = full + L::kMostStages * kBarrier;
+    uint32_t const own_barriers = empty + L::kMostStages * kBarrier + warp * 2 * kBarrier; // two of inputs for each warp
+    uint32_t const inbox_barriers = empty + L::kMostStages * kBarrier + kWarps * 2 * kBarrier; // two
     uint32_t const squares_barrier = inbox_barriers + 2 * kBarrier;
 };
 

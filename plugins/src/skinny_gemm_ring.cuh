@@ -46,7 +46,7 @@ struct Ring
 
     __device__ __forceinline__ void next_stage()
     {
-        if (++stage == L::kStages)
+        if (++stage == launch.stages)
         {
             stage = 0;
             phase ^= 1;
@@ -82,7 +82,7 @@ struct Ring
         if (count >= kInFlight)
         {
             int const other = stage - kInFlight;
-            int const at = other < 0 ? other + L::kStages : other;
+            int const at = other < 0 ? other + launch.stages : other;
             wait_for_phase(shared.full + at * kBarrier, phase ^ (other < 0));
         }
         wait_for_phase(shared.empty + stage * kBarrier, phase ^ 1);
@@ -133,7 +133,7 @@ struct Ring
         {
             arrive(shared.empty + oldest * kBarrier + (seen & launch.zero));
         }
-        oldest = oldest + 1 == L::kStages ? 0 : oldest + 1;
+        oldest = oldest + 1 == launch.stages ? 0 : oldest + 1;
     }
 };
 

@@ -59,6 +59,7 @@ from trtllm_dflash.kernels.products import (
 )
 from trtllm_dflash.kernels.quantize import quantize_blocks, quantize_rows, takes_quantize
 from trtllm_dflash.kernels.router import ROUTER_LOGITS, router, takes_router
+from trtllm_dflash.kernels.row_attention import attend_single_rows, row_arrivals, takes_single_rows
 from trtllm_dflash.kernels.rows import Rows, accept_rows, begin_rows, end_rows
 from trtllm_dflash.kernels.shape import (
     KeptPenalties,
@@ -123,6 +124,7 @@ __all__ = [
     "attend_latent",
     "attend_prompts",
     "attend_rows",
+    "attend_single_rows",
     "attention",
     "begin_rows",
     "bulk_gemm",
@@ -148,6 +150,7 @@ __all__ = [
     "remedy",
     "rms_norm",
     "router",
+    "row_arrivals",
     "set_pages",
     "shape_changed_logits",
     "shape_logits",
@@ -164,6 +167,7 @@ __all__ = [
     "takes_quantize",
     "takes_rotary",
     "takes_router",
+    "takes_single_rows",
     "takes_skinny",
     "takes_tiles",
     "takes_wide",

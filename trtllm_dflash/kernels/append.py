@@ -83,7 +83,7 @@ class Append:
         params = self._params(keys, values, heads)
         params.slots, params.cache_rows = slots, keys.shape[2]
         params.start, params.committed = start.data_ptr(), address(committed)
-        q = None if qkv is None else self._set_qkv(params, qkv, slots)
+        q = None if qkv is None else self._queries_of(params, qkv, slots)
         if context is not None:
             self._set_context(params, context, slots)
         run("dflash_append", params, stream())
@@ -97,15 +97,25 @@ class Append:
         They are rotated by their positions in the layout, where it has trees, else by those where they lie. Padding
         becomes zeros, in q and in attention's result to be, out [..., N, Hq*D].
         """
-        qkv = qkv.unsqueeze(0) if qkv.dim() == 2 else qkv
-        params = self._flat_params(keys, values, pages, layout, heads, None)
-        q = self._set_qkv(params, qkv, 1)[0]
-        check(len(q) == len(layout.row_segment), f"{len(q)} rows, a layout of {len(layout.row_segment)}")
-        fits = out.dtype == q.dtype and out.is_contiguous() and out.numel() == q.numel()
-        check(fits, f"out {tuple(out.shape)} of rows {tuple(q.shape)}")
-        params.out, params.row_position = out.data_ptr(), address(layout.row_position)
+        params = self.row_params(keys, values, pages, layout, heads, qkv, out)
+        q = torch.empty(len(layout.row_segment), heads, keys.shape[3], dtype=qkv.dtype, device=qkv.device)
+        params.q_out = q.data_ptr()
         run("dflash_append", params, stream())
         return q
+
+    def row_params(
+        self, keys: Tensor, values: Tensor, pages: Pages, layout: Rows, heads: int, qkv: Tensor, out: Tensor
+    ) -> ctypes.Structure:
+        """Checks and gathers what `rows` takes, but where its queries go."""
+        qkv = qkv.unsqueeze(0) if qkv.dim() == 2 else qkv
+        params = self._flat_params(keys, values, pages, layout, heads, None)
+        self._set_qkv(params, qkv, 1)
+        rows, numbers = qkv.shape[1], heads * params.head_size
+        check(rows == len(layout.row_segment), f"{rows} rows, a layout of {len(layout.row_segment)}")
+        fits = out.dtype == qkv.dtype and out.is_contiguous() and out.numel() == rows * numbers
+        check(fits, f"out {tuple(out.shape)} of {rows} rows of {numbers}")
+        params.out, params.row_position = out.data_ptr(), address(layout.row_position)
+        return params
 
     def context(
         self,
@@ -140,7 +150,7 @@ class Append:
         """
         params = self._flat_params(keys, values, pages, layout, heads, committed)
         self._set_flat_context(params, context, layout)
-        q = self._set_qkv(params, qkv, len(layout.segments))
+        q = self._queries_of(params, qkv, len(layout.segments))
         params.block = params.rows
         run("dflash_append", params, stream())
         return q.flatten(0, 1)
@@ -192,14 +202,18 @@ class Append:
         params.segments, params.row_segment = layout.segments.data_ptr(), layout.row_segment.data_ptr()
         return params
 
-    def _set_qkv(self, params: ctypes.Structure, qkv: Tensor, slots: int) -> Tensor:
-        """Sets projected rows [slots, N, (Hq + 2 Hkv)*D]; returns their queries to be, [slots, N, Hq, D]."""
-        heads, size = params.heads, params.head_size
+    def _set_qkv(self, params: ctypes.Structure, qkv: Tensor, slots: int) -> None:
+        """Sets projected rows [slots, N, (Hq + 2 Hkv)*D]."""
         kinds = 1 if self.keys_as_values else 2
-        check_rows(qkv, slots, (heads + kinds * params.kv_heads) * size, self.cos.dtype)
-        q = torch.empty(slots, qkv.shape[1], heads, size, dtype=qkv.dtype, device=qkv.device)
-        params.rows, params.qkv, params.q_out = qkv.shape[1], qkv.data_ptr(), q.data_ptr()
+        check_rows(qkv, slots, (params.heads + kinds * params.kv_heads) * params.head_size, self.cos.dtype)
+        params.rows, params.qkv = qkv.shape[1], qkv.data_ptr()
         params.qkv_slot_stride, params.qkv_row_stride = qkv.stride(0), qkv.stride(1)
+
+    def _queries_of(self, params: ctypes.Structure, qkv: Tensor, slots: int) -> Tensor:
+        """Sets projected rows likewise; returns their queries to be, [slots, N, Hq, D]."""
+        self._set_qkv(params, qkv, slots)
+        q = torch.empty(slots, qkv.shape[1], params.heads, params.head_size, dtype=qkv.dtype, device=qkv.device)
+        params.q_out = q.data_ptr()
         return q
 
     def _set_context(self, params: ctypes.Structure, context: tuple[Tensor, Tensor], slots: int) -> None:

@@ -33,7 +33,7 @@ SkinnyGemmParams = structure(
     pointers="x norm_weight weight scale bias residual out",
     ints_="norm_adds_one gelu",
     pointers_="row_factors",
-    ints__="is_scaled_by_block",
+    ints__="is_scaled_by_block leaves_room",
 )
 
 NormInputsParams = structure(
@@ -70,6 +70,7 @@ def skinny_gemm(
     norm: Norm | None = None,
     residual: Tensor | None = None,
     gelu: bool = False,
+    leaves_room: bool = False,
 ) -> Tensor:
     """Multiplies few rows x [..., I] by weight [O, I], transposed, plus bias [O]: [..., O]. No row depends on others.
 
@@ -80,9 +81,11 @@ def skinny_gemm(
         norm: norms x first. No less precise than the normed rows, rounded, times the weight.
         residual: [..., O], added at the end; not with swiglu.
         gelu: with swiglu, gates go through GELU by its form with tanh, not through SiLU.
+        leaves_room: of shared memory, for `attend_single_rows` to begin while this runs. Its results are the same.
     """
     check(takes_skinny(x, weight), f"x {tuple(x.shape)} times weight {tuple(weight.shape)}")
-    return _product("dflash_skinny_gemm", x, weight, scale, bias, swiglu, norm, residual, gelu)
+    how = bias, swiglu, norm, residual, gelu
+    return _product("dflash_skinny_gemm", x, weight, scale, *how, leaves_room=leaves_room)
 
 
 def takes_wide(x: Tensor, weight: Tensor) -> bool:
@@ -212,6 +215,7 @@ def _product(
     gelu: bool,
     row_factors: Tensor | None = None,
     has_workspace: bool = False,
+    leaves_room: bool = False,
 ) -> Tensor:
     outputs, inputs = weight.shape
     check(x.shape[-1] == inputs, f"x {tuple(x.shape)} times weight {tuple(weight.shape)}")
@@ -253,6 +257,7 @@ def _product(
         gelu=int(gelu),
         row_factors=address(row_factors),
         is_scaled_by_block=int(scale is not None and scale.ndim == 2),
+        leaves_room=int(leaves_room),
     )
     if has_workspace:
         run_with_workspace(function, params, x.device)

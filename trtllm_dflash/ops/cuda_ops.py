@@ -36,6 +36,7 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         foretold: what slots keep of their drafts' chances, where they share rows.
         prompt_rows: those that are no decoding slot's, at most; None: all but `rows` for each of those.
         states: of gated delta nets; None: the model has none.
+        arrivals: of `kernels.row_arrivals`; None: rows are appended before they attend.
 
     Raises:
         EngineError: the kernels are not built.
@@ -57,6 +58,7 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         foretold: kernels.Foretold | None = None,
         prompt_rows: int | None = None,
         states: CudaStates | None = None,
+        arrivals: Tensor | None = None,
     ) -> None:
         super().__init__(weights, caches, communicator)
         kernels.load()
@@ -71,6 +73,8 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         own_rows = len(layout.row_segment) - len(layout.decoding) * rows
         self._prompt_rows = own_rows if prompt_rows is None else prompt_rows
         self._cuda_states = states
+        has_single_rows = rows == 1 and len(layout.row_segment) == len(layout.decoding) and not self._is_exact
+        self._arrivals = arrivals if has_single_rows else None
         self._taps: tuple[Tensor, ...] = ()  # [N, H] of the rows, once they are known
         self._accepted: kernels.AcceptedPaths | None = None  # of trees, once they are known
         self._blocks: kernels.Blocks | None = None  # that are drafted, once they are divided
@@ -84,12 +88,19 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         keys, values = self._caches(layer)
         out = torch.empty(qkv.shape[1], layer.heads * layer.head_size, dtype=qkv.dtype, device=qkv.device)
         append, own = self._append_of(layer), self._without_gates(layer, qkv)[0]
+        if self._arrivals is not None and kernels.takes_single_rows(append, keys, layer.heads, len(self._decoding)):
+            window, sinks = layer.window or 0, None if layer.sinks is None else self.weights[layer.sinks]
+            places = keys, values, self._pages_of(layer), self._layout, layer.heads, own, out, self._arrivals
+            return kernels.attend_single_rows(append, *places, window, sinks, layer.scale)[None]
         q = append.rows(keys, values, self._pages_of(layer), self._layout, layer.heads, own, out)
         if len(self._decoding):
             self._attend(layer, q, self._decoding, self._most, out, causal=True, row_path=self._layout.row_path)
         if len(self._layout.cuts):
             self._attend_prompts(layer, q, out)
         return out[None]
+
+    def _leaves_room(self, name: str) -> bool:
+        return self._arrivals is not None and ".self_attn." in name
 
     def _attend_prompts(self, layer: AttentionLayer, q: Tensor, out: Tensor) -> None:
         """Fills `out` with the attention of pieces of prompts: in cuts, where they are too few for whole items."""

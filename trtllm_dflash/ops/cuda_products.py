@@ -122,12 +122,16 @@ class CudaProducts(TorchOps):
             return None
         bias = self.weights.get(name + ".bias")
         if kernels.takes_skinny(x, values):
-            return kernels.skinny_gemm(x, values, scale, bias, swiglu, norm, residual, gelu)
+            return kernels.skinny_gemm(x, values, scale, bias, swiglu, norm, residual, gelu, self._leaves_room(name))
         if scale is None and norm is None and kernels.suits_wide(x, values, swiglu):
             return kernels.wide_gemm(x, values, bias, swiglu, residual, gelu)
         if swiglu and scale is None and norm is None and kernels.suits_bulk(x, values):
             return kernels.bulk_gemm(x, values, bias, gelu)
         return None
+
+    def _leaves_room(self, name: str) -> bool:
+        """Whether a product is to leave room for the attention that runs before it, or after."""
+        return False
 
     def _quantize_rows(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = x.contiguous()

@@ -120,6 +120,7 @@ class CudaSession(TorchSession):
         self._captured_shares = CapturedShares.of(config, device) if is_ours else None
         self._sampling = [SlotSampling()] * config.max_batch  # what the device keeps of each slot
         self._constants: dict[tuple[int, int], Tensor] = {}
+        self._arrivals = self._row_arrivals()
         self._pool = torch.cuda.graph_pool_handle()  # one for all: they never run at the same time
         self._own_stream = torch.cuda.Stream(device)
         self._own_stream.wait_stream(torch.cuda.current_stream(device))
@@ -416,13 +417,17 @@ class CudaSession(TorchSession):
     def _page_tables(self, tables: list[list[int]]) -> kernels.Pages:
         return kernels.Pages(torch.tensor(tables, dtype=torch.int32, device=self.device), self.paging.rows)
 
+    def _row_arrivals(self) -> Tensor | None:
+        """Makes what the graphs' steps count in, of plain rows; for all, as they never run at the same time."""
+        return None if self.library is None else kernels.row_arrivals(self.device)
+
     def _ops(self, layout: kernels.Rows, rows: int, prompt_rows: int | None = None) -> CudaOps:
         every, kind = (self.weights, self.caches, self.communicator), ExactOps if self._is_exact else CudaOps
         reports = None if self._shaping is None else self._shaping.reports
         foretold = None if self._captured_shares is None else self._captured_shares.kept
         assert self.states is None or isinstance(self.states, CudaStates)
         pages, more = (self._pages, self._window_pages), (reports, foretold, prompt_rows)
-        return kind(*every, pages[0], layout, rows, pages[1], self._moves, *more, self.states)
+        return kind(*every, pages[0], layout, rows, pages[1], self._moves, *more, self.states, self._arrivals)
 
     def _constant(self, count: int, rows: int) -> Tensor:
         """Makes 0..rows-1 for each of `count` slots, [count, rows]. Made before a capture, it is not in the graph."""
@@ -480,12 +485,8 @@ class CudaSession(TorchSession):
         # Where each slot's logit rows lie among all: tight, as its rows do.
         index = layout.logit_first[:-1, None] + self._constant(1, inputs.logit_rows.shape[1])
         index = index.clamp(max=logit_rows - 1)
-        flat = replace(
-            inputs,
-            token_ids=layout.token_ids[None],
-            start=layout.segments[:, 1],
-            logit_rows=layout.logit_rows[None],
-        )
+        ids, start = layout.token_ids[None], layout.segments[:, 1]
+        flat = replace(inputs, token_ids=ids, start=start, logit_rows=layout.logit_rows[None])
         ops = self._ops(layout, 1)
         out = self._step(ops, flat, drafting)
         ops.advance()

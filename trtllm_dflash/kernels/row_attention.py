@@ -1,0 +1,100 @@
+"""Append and attention of one row a slot in one launch: of steps that decode without drafts."""
+
+import ctypes
+
+import torch
+
+from trtllm_dflash.kernels.append import Append
+from trtllm_dflash.kernels.attention import AttentionParams
+from trtllm_dflash.kernels.checks import DTYPES, address, check
+from trtllm_dflash.kernels.library import Pointer, is_hopper, processors, run, stream
+from trtllm_dflash.kernels.pages import Pages, page_members
+from trtllm_dflash.kernels.rows import Rows
+
+Tensor = torch.Tensor
+
+#: Heads of these sizes, so many that share a key/value head, and slots at most.
+_HEAD_SIZES, _GROUP, _SLOTS = (64, 128), 8, 32
+#: Numbers of a head that RoPE rotates: a multiple of so many.
+_ROTATED = 32
+#: Counters of a slot's key/value head, as `dflash_kernels.h` has them.
+_ARRIVALS = 16
+
+
+def row_arrivals(device: torch.device) -> Tensor:
+    """Makes what `attend_single_rows` counts in, of layers that run one after the other on one stream."""
+    return torch.zeros(_most_runs(device) * _ARRIVALS, dtype=torch.int32, device=device)
+
+
+def _most_runs(device: torch.device) -> int:
+    """Counts the key/value heads of all slots for which clusters of two blocks find place at once."""
+    return processors(device)
+
+
+def takes_single_rows(append: Append, keys: Tensor, heads: int, slots: int) -> bool:
+    """Whether `attend_single_rows` computes such rows: on Hopper, of caches of the rows' type."""
+    kv_heads, size = keys.shape[1], keys.shape[3]
+    is_known = is_hopper(keys.device) and append.scales is None and keys.dtype == append.cos.dtype
+    is_plain = not append.keys_as_values and not append.norms_values and 2 * append.cos.shape[1] % _ROTATED == 0
+    fits = size in _HEAD_SIZES and heads <= _GROUP * kv_heads and slots <= _SLOTS
+    return is_known and is_plain and fits and slots * kv_heads <= _most_runs(keys.device)
+
+
+def attend_single_rows(
+    append: Append,
+    keys: Tensor,
+    values: Tensor,
+    pages: Pages,
+    layout: Rows,
+    heads: int,
+    qkv: Tensor,
+    out: Tensor,
+    arrivals: Tensor,
+    window: int = 0,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Computes `append.rows` and `attend_rows` of a layout whose decoding segments have a row each, and all rows.
+
+    Reads the caches before those rows, and the layout, while the kernel before it may run: `embed`, or one that is not
+    ours, has been launched since they were written.
+
+    Args:
+        qkv: projected rows [1, N, (Hq + 2 Hkv)*D] or [N, ...].
+        out: [..., N, Hq*D], filled and returned; padding gets zeros.
+        arrivals: of `row_arrivals`.
+        window, sinks, scale: as in `attend_rows`.
+    """
+    segments, kv_heads, size = layout.decoding, keys.shape[1], keys.shape[3]
+    check(len(layout.row_segment) == len(segments), f"{len(layout.row_segment)} rows of {len(segments)} segments")
+    check(len(segments) * kv_heads * _ARRIVALS <= arrivals.numel(), f"{arrivals.numel()} counters are too few")
+    appended = append.row_params(keys, values, pages, layout, heads, qkv, out)
+    if sinks is not None:
+        check(sinks.shape == (heads,) and sinks.is_contiguous() and sinks.dtype in DTYPES, "sinks must be [Hq]")
+    params = AttentionParams(
+        dtype=DTYPES[qkv.dtype],
+        slots=len(segments),
+        rows=1,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=size,
+        causal=1,
+        window=window,
+        sinks_dtype=DTYPES[sinks.dtype] if sinks is not None else 0,
+        scale=size**-0.5 if scale is None else scale,
+        keys=keys.data_ptr(),
+        values=values.data_ptr(),
+        sinks=address(sinks),
+        out=out.data_ptr(),
+        cache_slot_stride=keys.stride(0),
+        cache_head_stride=keys.stride(1),
+        segments=segments.data_ptr(),
+        pages=len(keys),
+        **page_members(pages, keys),
+    )
+    needed, both = ctypes.c_size_t(), ctypes.byref(params)
+    run("dflash_row_attention_workspace", appended, both, ctypes.byref(needed))
+    workspace = torch.empty(needed.value, dtype=torch.uint8, device=qkv.device)
+    pointers = Pointer(arrivals.data_ptr()), Pointer(workspace.data_ptr())
+    run("dflash_row_attention", appended, both, *pointers, needed, stream())
+    return out
