@@ -215,11 +215,12 @@ typedef struct
 DFLASH_API cudaError_t dflash_append(const dflash_append_params* params, cudaStream_t stream);
 
 /* Append and attention of segments of one row each, in one launch, on Hopper: what dflash_append and dflash_attention
- * do of them, but q_out and q are not written and read. All of append's rows are the segments' or padding. Else, for FP8
- * caches, is_exact, keys_as_values, norms_values, heads of more than 128, or more than eight query heads of a KV head,
- * cudaErrorNotSupported. Reads what the caches hold before the segments' starts, segments, rows and page table without
- * waiting for the kernel before it: dflash_embed, or one that is not ours, must have been launched since they were
- * written. */
+ * do of them, but q_out and q are not written and read. All of append's rows are the segments' or padding, and starts lie
+ * below cache_rows; what both structures have is alike in both. Else, for FP8 caches, is_exact, keys_as_values,
+ * norms_values, heads of more than 128, a rotary_size that is no multiple of 32, more than 32 segments, or more than
+ * eight query heads of a KV head, cudaErrorNotSupported. Reads what the caches hold before the segments' starts,
+ * segments, rows and page table without waiting for the kernel before it: dflash_embed, or one that is not ours, must
+ * have been launched since they were written. */
 DFLASH_API cudaError_t dflash_row_attention_workspace(
     const dflash_append_params* append, const dflash_attention_params* attention, size_t* bytes);
 

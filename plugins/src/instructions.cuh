@@ -96,6 +96,12 @@ __device__ __forceinline__ void arrive_at_cluster()
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
+// Likewise, behind all writes of the warp to shared memory.
+__device__ __forceinline__ void arrive_behind_writes()
+{
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+
 // Waits until all warps of the cluster have arrived.
 __device__ __forceinline__ void wait_for_cluster()
 {

@@ -21,6 +21,7 @@ namespace
 constexpr int kLeastCluster = 2; // blocks: one alone cannot be sent to
 constexpr int kTogether = 18; // multiprocessors of which a cluster may have blocks
 constexpr int kMostLarge = 6; // clusters of the most blocks for which there surely is room at once
+constexpr int kWhole = 100; // multiprocessors of a GPU that is not divided: of parts of one few lie together
 constexpr int kWorthRounds = 12; // of each block, before a slot's keys are divided among clusters
 
 struct Plan
@@ -31,6 +32,31 @@ struct Plan
     size_t bytes;
 };
 
+// Whether both say the same of what both have.
+bool are_alike(dflash_append_params const& a, dflash_attention_params const& p)
+{
+    return a.dtype == p.dtype && a.slots == p.slots && a.heads == p.heads && a.kv_heads == p.kv_heads
+        && a.head_size == p.head_size && a.cache_rows == p.cache_rows && a.keys == p.keys && a.values == p.values
+        && a.cache_slot_stride == p.cache_slot_stride && a.cache_head_stride == p.cache_head_stride
+        && a.key_scale == p.key_scale && a.value_scale == p.value_scale && a.segments && a.page_table == p.page_table
+        && a.page_table_stride == p.page_table_stride && a.page_rows == p.page_rows && a.out == p.out;
+}
+
+// Whether the kernel, were it for all, computes that.
+bool is_right(dflash_append_params const& a, dflash_attention_params const& p)
+{
+    bool const is_known = (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16) && p.segments && p.rows == 1 && p.causal
+        && p.block == 0 && !p.added && !p.row_path && p.cache_rows > 0 && p.slots >= 0 && p.kv_heads > 0
+        && p.heads % p.kv_heads == 0 && !p.key_scale == !p.value_scale;
+    bool const has_rows = a.rows == p.slots && a.context_rows == 0 && a.block == 0 && !a.committed && a.qkv
+        && a.row_segment && a.positions > 0 && !a.q_norm == !a.k_norm && a.rotary_size >= 0
+        && a.rotary_size <= a.head_size;
+    // Copies lie within a page: of several they hold whole tiles.
+    bool const has_pages = p.pages > 0
+        && (!p.page_table || (p.page_rows > 0 && (p.page_rows % kTile == 0 || p.page_rows >= p.cache_rows)));
+    return is_known && has_rows && has_pages && are_alike(a, p);
+}
+
 cudaError_t make_plan(dflash_append_params const& a, dflash_attention_params const& p, Plan& plan)
 {
     int processors = 0;
@@ -39,24 +65,20 @@ cudaError_t make_plan(dflash_append_params const& a, dflash_attention_params con
     {
         return error;
     }
-    bool const is_known = (p.dtype == DFLASH_FP16 || p.dtype == DFLASH_BF16) && p.segments && p.rows == 1 && p.causal
-        && p.block == 0 && !p.added && p.cache_rows > 0 && p.slots >= 0 && p.kv_heads > 0 && p.heads % p.kv_heads == 0
-        && a.rows == p.slots && a.context_rows == 0 && a.block == 0 && a.qkv && a.row_segment && a.positions > 0;
-    if (!is_known)
+    if (!is_right(a, p))
     {
         return cudaErrorInvalidValue;
     }
     bool const has_size = p.head_size == 64 || p.head_size == 128;
     int const runs = p.slots * p.kv_heads, most = 2 * processors; // blocks at once, without a product beside them
     if (!has_size || p.heads > row::kHeads * p.kv_heads || p.key_scale || p.is_exact || a.keys_as_values
-        || a.norms_values || p.slots > 32 || runs > processors)
+        || a.norms_values || a.rotary_size % row::kRotated || p.slots > 32 || runs > processors)
     {
         return cudaErrorNotSupported;
     }
     RowWork& w = plan.work;
-    int cluster = row::kMostCluster;
-    while (
-        cluster > kLeastCluster && (runs * cluster > processors || (cluster == row::kMostCluster && runs > kMostLarge)))
+    int cluster = runs > kMostLarge || processors < kWhole ? row::kMostCluster / 2 : row::kMostCluster;
+    while (cluster > kLeastCluster && runs * cluster > processors)
     {
         cluster /= 2;
     }

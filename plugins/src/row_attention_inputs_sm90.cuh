@@ -14,6 +14,8 @@ namespace dflash
 namespace row
 {
 
+constexpr int kRotated = 32; // numbers of which RoPE rotates whole multiples: two lanes' of heads of 128
+
 template <int kNumber>
 constexpr int kLog = 1 + kLog<kNumber / 2>; // base 2, of a power of two
 

@@ -244,7 +244,7 @@ __global__ void __launch_bounds__(kThreads, 4) row_attention_kernel(__grid_const
         if (is_real)
         {
             __syncthreads();
-            arrive_at_cluster(); // what is sent to this block is not written over by a rehearsal
+            arrive_behind_writes(); // what is sent to this block is not written over by a rehearsal
             wait();
         }
         own.prepare(a, row, part.head, group, is_real && appends, place, shared);

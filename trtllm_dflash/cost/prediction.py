@@ -21,7 +21,15 @@ from typing import Literal
 from trtllm_dflash.cost.floor import PartWork, StepCount, Work, experts_touched, floor_seconds, is_expert
 from trtllm_dflash.cost.gpus import GPUS, PublishedGPU, Rates
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.kernels import ALL_REDUCE_BYTES, ALL_REDUCE_RANKS, HALVES, OLDEST_GPU, SKINNY_ROWS, takes_tiles
+from trtllm_dflash.kernels import (
+    ALL_REDUCE_BYTES,
+    ALL_REDUCE_RANKS,
+    HALVES,
+    OLDEST_GPU,
+    SKINNY_ROWS,
+    fits_single_rows,
+    takes_tiles,
+)
 from trtllm_dflash.models import target_weights
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.planned import PlannedConfig
@@ -45,6 +53,8 @@ _SHARED = 0.82e-6  # seconds a layer more of mixtures with an expert that all ro
 # Likewise less of few rows, whose experts the blocks that multiply choose, but by sigmoids. They do of up to 16 rows,
 # but most numbers above 8 are computed as many.
 _CHOOSING, _CHOOSING_ROWS = 3.4e-6, 8
+# Likewise less of one row a slot, which is appended and attends in one launch, beside a product's.
+_SINGLE_ROWS, _HOPPER_PROCESSORS = 3.6e-6, 132
 _FP8_CACHES = 12e-6  # likewise of attention over FP8 caches
 _NORMED = 25e-6  # likewise where what attention and the feed-forward give is normed before it is added
 
@@ -122,7 +132,7 @@ def predict_parts(config: EngineConfig, gpu: PublishedGPU, parts: Sequence[PartW
     multiplied = sum(part.experts.flops for part in parts) / rates.gemm * _experts(config).arithmetic
     products = sum(_joined(part.products, stream) for part in parts) + sum(read) + multiplied
     attention = sum(part.attention.seconds(stream) + _states_read(part) / rates.copy for part in parts)
-    latency = sum(part.layers * _layer_latency(config, part) + _nets_latency(part) for part in parts)
+    latency = sum(part.layers * _layer_latency(config, gpu, part) + _nets_latency(part) for part in parts)
     latency += sum(_CONTEXT for part in parts if part.layers == 0) + sum(_NORMED * part.normed for part in parts)
     by_rows = sum(part.layers * part.rows * part.hidden_size / _ROW_SIZE * _ROW for part in parts) / config.tp
     sums = sum(part.sums * sum_seconds(sum_bytes(config, part), config.tp, gpu) for part in parts)
@@ -162,15 +172,27 @@ def _joined(work: Work, rates: Rates) -> float:
     return float((memory**_JOIN + arithmetic**_JOIN) ** (1 / _JOIN))
 
 
-def _layer_latency(config: EngineConfig, part: PartWork) -> float:
+def _layer_latency(config: EngineConfig, gpu: PublishedGPU, part: PartWork) -> float:
     of_many = _LAYER if config.tp == 1 else _LAYER_OVER_RANKS
     latency = _LAYER_OF_FEW if part.rows <= SKINNY_ROWS else of_many
     latency += _FP8_CACHES if config.cache_dtype.itemsize < config.dtype.itemsize else 0.0
+    latency -= _SINGLE_ROWS if _has_single_rows(config, gpu, part) else 0.0
     moe = config.target.moe
     if moe is None or not part.experts.bytes:
         return latency
     latency += _experts(config).latency + (_SHARED if moe.shared_size else 0.0)
     return latency - (_CHOOSING if part.rows <= _CHOOSING_ROWS and moe.scores == "softmax" else 0.0)
+
+
+def _has_single_rows(config: EngineConfig, gpu: PublishedGPU, part: PartWork) -> bool:
+    """Whether our kernel appends a slot's only row and attends in one launch."""
+    target, is_plain = config.target, part.rows_of_slot == 1 and not part.nets
+    is_known = (
+        config.backend == "torch" and gpu.hopper and config.dtype in HALVES and config.cache_dtype == config.dtype
+    )
+    heads, kv_heads = (max(count // config.tp, 1) for count in (target.heads, target.kv_heads))
+    fits = fits_single_rows(heads, kv_heads, target.head_size, part.rows, _HOPPER_PROCESSORS)
+    return is_plain and is_known and fits and target.latent_attention is None
 
 
 def _nets_latency(part: PartWork) -> float:

@@ -59,7 +59,12 @@ from trtllm_dflash.kernels.products import (
 )
 from trtllm_dflash.kernels.quantize import quantize_blocks, quantize_rows, takes_quantize
 from trtllm_dflash.kernels.router import ROUTER_LOGITS, router, takes_router
-from trtllm_dflash.kernels.row_attention import attend_single_rows, row_arrivals, takes_single_rows
+from trtllm_dflash.kernels.row_attention import (
+    attend_single_rows,
+    fits_single_rows,
+    row_arrivals,
+    takes_single_rows,
+)
 from trtllm_dflash.kernels.rows import Rows, accept_rows, begin_rows, end_rows
 from trtllm_dflash.kernels.shape import (
     KeptPenalties,
@@ -135,6 +140,7 @@ __all__ = [
     "end_rows",
     "exact_gemm",
     "find",
+    "fits_single_rows",
     "gate",
     "gpu_name",
     "grow_tree",

@@ -23,21 +23,22 @@ _ARRIVALS = 16
 
 def row_arrivals(device: torch.device) -> Tensor:
     """Makes what `attend_single_rows` counts in, of layers that run one after the other on one stream."""
-    return torch.zeros(_most_runs(device) * _ARRIVALS, dtype=torch.int32, device=device)
-
-
-def _most_runs(device: torch.device) -> int:
-    """Counts the key/value heads of all slots for which clusters of two blocks find place at once."""
-    return processors(device)
+    return torch.zeros(processors(device) * _ARRIVALS, dtype=torch.int32, device=device)
 
 
 def takes_single_rows(append: Append, keys: Tensor, heads: int, slots: int) -> bool:
     """Whether `attend_single_rows` computes such rows: on Hopper, of caches of the rows' type."""
-    kv_heads, size = keys.shape[1], keys.shape[3]
     is_known = is_hopper(keys.device) and append.scales is None and keys.dtype == append.cos.dtype
     is_plain = not append.keys_as_values and not append.norms_values and 2 * append.cos.shape[1] % _ROTATED == 0
-    fits = size in _HEAD_SIZES and heads <= _GROUP * kv_heads and slots <= _SLOTS
-    return is_known and is_plain and fits and slots * kv_heads <= _most_runs(keys.device)
+    if not is_known or not is_plain or (append.q_norm is None) != (append.k_norm is None):
+        return False
+    return fits_single_rows(heads, keys.shape[1], keys.shape[3], slots, processors(keys.device))
+
+
+def fits_single_rows(heads: int, kv_heads: int, size: int, slots: int, processors: int) -> bool:
+    """Whether a GPU with so many multiprocessors has place for so many slots of such heads."""
+    is_known = size in _HEAD_SIZES and heads <= _GROUP * kv_heads and slots <= _SLOTS
+    return is_known and slots * kv_heads <= processors  # in clusters of two blocks, two a multiprocessor
 
 
 def attend_single_rows(
@@ -66,8 +67,10 @@ def attend_single_rows(
         window, sinks, scale: as in `attend_rows`.
     """
     segments, kv_heads, size = layout.decoding, keys.shape[1], keys.shape[3]
-    check(len(layout.row_segment) == len(segments), f"{len(layout.row_segment)} rows of {len(segments)} segments")
-    check(len(segments) * kv_heads * _ARRIVALS <= arrivals.numel(), f"{arrivals.numel()} counters are too few")
+    counts = {len(x) for x in (layout.row_segment, layout.segments, segments)}
+    check(len(counts) == 1, f"{len(layout.row_segment)} rows of {len(segments)} segments, of {len(layout.segments)}")
+    counters = arrivals.numel() if arrivals.dtype == torch.int32 and arrivals.is_contiguous() else 0
+    check(len(segments) * kv_heads * _ARRIVALS <= counters, f"{counters} counters in int32 are too few")
     appended = append.row_params(keys, values, pages, layout, heads, qkv, out)
     if sinks is not None:
         check(sinks.shape == (heads,) and sinks.is_contiguous() and sinks.dtype in DTYPES, "sinks must be [Hq]")

@@ -73,7 +73,8 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         own_rows = len(layout.row_segment) - len(layout.decoding) * rows
         self._prompt_rows = own_rows if prompt_rows is None else prompt_rows
         self._cuda_states = states
-        has_single_rows = rows == 1 and len(layout.row_segment) == len(layout.decoding) and not self._is_exact
+        counts = {len(x) for x in (layout.row_segment, layout.segments, layout.decoding)}
+        has_single_rows = rows == 1 and len(counts) == 1 and not self._is_exact
         self._arrivals = arrivals if has_single_rows else None
         self._taps: tuple[Tensor, ...] = ()  # [N, H] of the rows, once they are known
         self._accepted: kernels.AcceptedPaths | None = None  # of trees, once they are known
