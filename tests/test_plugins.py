@@ -25,6 +25,7 @@ from trtllm_dflash.models.decoder import Features
 from trtllm_dflash.ops import tensorrt_ops, tensorrt_plugin
 from trtllm_dflash.ops.base import AttentionLayer, Residual
 from trtllm_dflash.ops.cuda_ops import CudaOps
+from trtllm_dflash.ops.exact_ops import ExactOps
 from trtllm_dflash.ops.fp8 import Fp8Weight, quantize_rows
 from trtllm_dflash.ops.linear_weight import Nvfp4Weight, stored_tensors
 from trtllm_dflash.ops.tensorrt_delta_plugin import DELTA_PLUGIN
@@ -318,8 +319,8 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
     weights["norm.weight"] = torch.rand(128, generator=torch.Generator().manual_seed(2)).bfloat16()
     calls = []
 
-    def skinny_gemm(x, values, scale, bias, swiglu, norm, residual, gelu):
-        assert kernel == "skinny"
+    def skinny_gemm(x, values, scale, bias, swiglu, norm, residual, gelu, leaves_room):
+        assert kernel == "skinny" and not leaves_room  # only beside the attention of single rows
         return product(x, values, scale, bias, swiglu, norm, residual, gelu)
 
     def wide_gemm(x, values, bias, swiglu, residual, gelu):
@@ -378,6 +379,37 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
         assert not calls
 
 
+@pytest.mark.parametrize(
+    ("kind", "rows", "all_rows", "segments", "is_taken", "together"),
+    [
+        (CudaOps, 1, 2, 2, True, True),
+        (CudaOps, 1, 2, 2, False, False),
+        (CudaOps, 2, 4, 2, True, False),  # drafts
+        (CudaOps, 1, 9, 3, True, False),  # a piece of a prompt beside them
+        (ExactOps, 1, 2, 2, True, False),
+    ],
+)
+def test_one_row_a_slot_is_appended_and_attends_in_one_launch(
+    kind, rows, all_rows, segments, is_taken, together, monkeypatch
+):
+    calls = []
+    monkeypatch.setattr(kernels, "load", lambda: None)
+    monkeypatch.setattr(kernels, "takes_single_rows", lambda append, keys, heads, slots: is_taken)
+    monkeypatch.setattr(kernels, "attend_single_rows", lambda *given: calls.append("both") or given[7])
+    monkeypatch.setattr(kernels.Append, "rows", lambda *given: calls.append("append"))
+    monkeypatch.setattr(kernels, "attend_rows", lambda *given, **more: calls.append("attention"))
+    ints = torch.zeros(all_rows, dtype=torch.int32)
+    none, four = ints[:0], torch.zeros(segments, 4, dtype=torch.int32)
+    layout = kernels.Rows(four, four[:2], four[2:], ints, ints, ints, none, none, none, none.view(0, 4), None)
+    layer, table = AttentionLayer("layers.0.", "rope", 2, 1, 64, None), torch.zeros(4, 32)
+    caches = {f"layers.0.{name}": torch.zeros(2, 1, 64, 64) for name in ("key", "value")}
+    pages = kernels.Pages(torch.zeros(2, 1, dtype=torch.int32), 64)
+    ops = kind({"rope.cos": table, "rope.sin": table}, caches, None, pages, layout, rows, arrivals=ints)
+    out = ops.self_attention(layer, torch.zeros(1, all_rows, 4 * 64), ints)
+    assert out.shape == (1, all_rows, 128)
+    assert calls == (["both"] if together else ["append", "attention"])
+
+
 def test_under_tensor_parallelism_a_product_is_summed_over_the_ranks_before_the_stream_gets_it(monkeypatch):
     calls = []
     monkeypatch.setattr(kernels, "load", lambda: None)
@@ -385,7 +417,7 @@ def test_under_tensor_parallelism_a_product_is_summed_over_the_ranks_before_the_
     monkeypatch.setattr(
         kernels,
         "skinny_gemm",
-        lambda x, values, scale, bias, swiglu, norm, residual, gelu: calls.append((norm, residual)) or x @ values.t(),
+        lambda x, values, scale, bias, swiglu, norm, residual, *_: calls.append((norm, residual)) or x @ values.t(),
     )
     communicator = SimpleNamespace(size=2, rank=0, all_reduce=lambda x: 2 * x)
     x, weight = torch.ones(1, 4, 64).bfloat16(), torch.eye(64).bfloat16()

@@ -351,6 +351,36 @@ def append_flat(
     run.block(keys, values, pages, layout, heads, qkv, context, committed)
 
 
+def single_rows(dtype: torch.dtype) -> None:
+    """Clusters of 16, 8, 4 and 2 blocks; keys in one round, several and none; a slot that several clusters share."""
+    for size, (slots, kv_heads) in product((64, 128), ((1, 2), (1, 8), (8, 4), (8, 8), (2, 1))):
+        page_rows, group = 128, 8
+        starts = [0, 40, 1100, 3000, 64, 129, 700, 9][-slots:] if slots > 2 else [1000, 30000][-slots:]
+        width = max(starts) // page_rows + 1
+        pages = kernels.Pages(random_table(slots, width), page_rows)
+        keys, values = make_caches((slots * width, kv_heads, page_rows, size), dtype, None)
+        cos, sin = (normal(max(starts) + 1, size // 2, dtype=dtype) for _ in range(2))
+        norm = normal(size, dtype=dtype)
+        append = kernels.Append(cos, sin, norm, norm, EPSILON)
+        layout = lay_out_single(starts)
+        heads, arrivals = group * kv_heads, kernels.row_arrivals(keys.device)
+        qkv = normal(slots, (heads + 2 * kv_heads) * size, dtype=dtype)
+        out = normal(slots, heads * size, dtype=dtype)
+        sinks = torch.randn(heads, device="cuda")
+        for window, more in product((0, 200), (None, sinks)):
+            places = keys, values, pages, layout, heads, qkv, out, arrivals
+            kernels.attend_single_rows(append, *places, window, more)
+
+
+def lay_out_single(starts: Sequence[int]) -> kernels.Rows:
+    """Begins a step of one row a slot; of several slots the second is idle, and leaves a row of padding."""
+    slots = len(starts)
+    counts = [int(slot != 1) for slot in range(slots)]
+    words = ints(*(x for slot, count in enumerate(counts) for x in (slot, count, -1, count)))
+    tokens, kept_start = ints(*range(slots * 8)).view(slots, 8), ints(*starts)
+    return kernels.begin_rows(words, tokens, kept_start, slots, slots, 0, slots, slots, 0)
+
+
 def random_table(slots: int, width: int) -> Tensor:
     """A page table in which each page is one slot's."""
     return torch.randperm(slots * width, device="cuda").int().view(slots, width)
@@ -805,7 +835,10 @@ RACECHECK_GROUPS: dict[str, Callable[[torch.dtype], None]] = {
     **{f"experts-{x.replace(' ', '-')}": partial(experts, weight=x) for x in EXPERTS},
     "experts-int4": int4_experts,
     "attention-exact": exact_attention,
-    **{group.__name__: group for group in (latents, attention, choices, append, step, norms, sums, prompts)},
+    **{
+        group.__name__: group
+        for group in (latents, attention, single_rows, choices, append, step, norms, sums, prompts)
+    },
     "products-wide": wide_products,
     **{f"products-exact-{inputs}": partial(exact_products, inputs=inputs) for inputs in EXACT_INPUTS},
     **{f"products-{o}x{i}": partial(products, outputs=o, inputs=i) for o, i in PRODUCTS},

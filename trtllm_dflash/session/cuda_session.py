@@ -418,7 +418,6 @@ class CudaSession(TorchSession):
         return kernels.Pages(torch.tensor(tables, dtype=torch.int32, device=self.device), self.paging.rows)
 
     def _row_arrivals(self) -> Tensor | None:
-        """Makes what the graphs' steps count in, of plain rows; for all, as they never run at the same time."""
         return None if self.library is None else kernels.row_arrivals(self.device)
 
     def _ops(self, layout: kernels.Rows, rows: int, prompt_rows: int | None = None) -> CudaOps:
