@@ -3,10 +3,10 @@
 // A cluster has the query heads of a slot's KV head, at most eight, and its blocks share the cached keys; of long
 // caches several clusters have a part each. Products are of transposed matrices, so that keys, and dimensions of
 // values, are the tiles' sixteen and heads their eight: logits [keys, heads] = K q^T, outputs [dimensions, heads] = V^T
-// weights^T. Keys and values come from memory into the registers where products take them, without shared memory. So a
-// block finds place beside a product of few rows, and asks for its first keys while that still runs: it reads nothing
-// of it but the row's own queries, key and value, which are the last to come. The row's own key is added where the
-// blocks' results are joined.
+// weights^T. Each warp has keys of its own, in shared memory of which a block needs so little, as of registers, that it
+// finds place beside a product of few rows: it asks for its first keys while that still runs, and reads nothing of it
+// but the row's own queries, key and value, which are the last to come. The row's own key is added where the blocks'
+// results are joined.
 #include "dflash_kernels.h"
 #include "row_attention_sm90.cuh"
 #include "tensor_map.cuh"
@@ -19,9 +19,9 @@ namespace
 {
 
 constexpr int kLeastCluster = 2; // blocks: one alone cannot be sent to
-constexpr int kTogether = 18; // multiprocessors of which a cluster may have blocks
+constexpr int kTogether = 18; // multiprocessors of a GPC, on one of which all of a cluster's blocks lie
 constexpr int kMostLarge = 6; // clusters of the most blocks for which there surely is room at once
-constexpr int kWhole = 100; // multiprocessors of a GPU that is not divided: of parts of one few lie together
+constexpr int kWhole = 100; // multiprocessors of a GPU that is not divided: its parts may have GPCs of fewer
 constexpr int kWorthRounds = 12; // of each block, before a slot's keys are divided among clusters
 
 struct Plan

@@ -11,8 +11,7 @@ struct RowWork
 {
     float* partial_out; // [clusters, heads, D]: what is not all of a slot's keys
     float2* partial_sums; // [clusters, blocks, heads]: maximum (of scaled logits, base 2) and sum
-    uint32_t*
-        arrivals; // [slots, KV heads, kMostCluster]: clusters that have written their part; zeros between launches
+    uint32_t* arrivals; // [slots, KV heads, kMostCluster]: clusters whose part is there; zeros between launches
     int cluster; // blocks
     int group; // query heads of a KV head
     int early; // clusters for which there is room beside a product
@@ -60,7 +59,7 @@ __device__ __forceinline__ int cached_tiles(dflash_attention_params const& p, in
     return max(past - first_tile_of_row(p, position), 0);
 }
 
-// By all lanes of a warp, each of which has a slot.
+// A cluster's part. By all lanes of a warp, each of which has a slot.
 __device__ __forceinline__ Part find_part(dflash_attention_params const& p, RowWork const& w, int cluster)
 {
     int const lane = threadIdx.x % 32;
