@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -144,7 +145,7 @@ def ended_by(number, engine):
     process.send_signal(number)
     _, errors = process.communicate(timeout=PATIENCE)
     assert "Traceback" not in errors
-    assert memory
+    assert memory or version("mpich").startswith("4.")  # which unlinks it as soon as all ranks have it
     assert not any(file.exists() for file in memory)
     wait_until(lambda: run("pgrep", "-f", engine).stdout == "", "no rank is left")
     return process.returncode, errors
