@@ -13,10 +13,10 @@
 #include "attention_sm90.cuh"
 #include "attention_wide_sm90.cuh"
 #include "attention_work.cuh"
+#include "cache_map.cuh"
 #include "dflash_kernels.h"
 #include "element.cuh"
 #include "launch.cuh"
-#include "tensor_map.cuh"
 
 #include <algorithm>
 #include <type_traits>
@@ -169,30 +169,15 @@ cudaError_t launch_attend(Plan const& plan, cudaStream_t stream)
                                       : launch_attend<T, C, D, kWarpsM, 2>(plan.work, stream);
 }
 
-// A cache as the copy engine sees it: [pages, kv_heads, D / 64, page_rows, 64], in boxes of one tile.
-cudaError_t map_cache(dflash_attention_params const& p, void const* cache, CUtensorMap& map)
-{
-    auto const size = static_cast<cuuint64_t>(p.head_size);
-    auto const columns = std::min(p.head_size, sm90::WideShared::kColumns); // of a box
-    auto const rows = static_cast<cuuint64_t>(p.page_table ? p.page_rows : p.cache_rows);
-    int const pages = p.page_table || p.segments ? p.pages : p.slots;
-    // The stride of the only page, or head, may be any number.
-    auto const bytes = [&](int count, int64_t stride) { return 2 * (count > 1 ? stride : size * rows); };
-    return map_tiles<5>(p.dtype == DFLASH_FP16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, cache,
-        {sm90::kAtom, rows, size / sm90::kAtom, static_cast<cuuint64_t>(p.kv_heads), static_cast<cuuint64_t>(pages)},
-        {2 * size, 2 * sm90::kAtom, bytes(p.kv_heads, p.cache_head_stride), bytes(pages, p.cache_slot_stride)},
-        {sm90::kAtom, kTile, static_cast<cuuint32_t>(columns / sm90::kAtom), 1, 1}, map);
-}
-
 template <auto kKernel>
 cudaError_t launch_sm90(Plan const& plan, int threads, int bytes, dim3 grid, cudaStream_t stream)
 {
     Work const& w = plan.work;
     CUtensorMap keys;
     CUtensorMap values;
-    cudaError_t error = map_cache(w.p, w.p.keys, keys);
-    error = error == cudaSuccess ? map_cache(w.p, w.p.values, values) : error;
+    int const columns = std::min(w.p.head_size, sm90::WideShared::kColumns);
+    cudaError_t error = map_cache(w.p, w.p.keys, kTile, columns, keys);
+    error = error == cudaSuccess ? map_cache(w.p, w.p.values, kTile, columns, values) : error;
     error = error == cudaSuccess ? allow_shared_bytes<kKernel>(bytes) : error;
     return error == cudaSuccess ? launch_kernel(kKernel, grid, threads, bytes, stream, w, keys, values) : error;
 }

@@ -79,15 +79,6 @@ __device__ __forceinline__ void copy_bytes(uint32_t to, void const* from, int by
         : "memory");
 }
 
-// Likewise, of what is read once.
-__device__ __forceinline__ void copy_once(uint32_t to, void const* from, int bytes, uint32_t barrier)
-{
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
-                 "[%3], %4;" ::"r"(to),
-        "l"(from), "r"(bytes), "r"(barrier), "l"(read_once_policy())
-        : "memory");
-}
-
 // -- the cluster's barrier --------------------------------------------------------------------------------------------
 
 // Arrives, a whole warp at once, and goes on. Of its writes others then see only the barriers that it has shown.

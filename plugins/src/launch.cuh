@@ -52,10 +52,10 @@ inline cudaError_t find_hopper_processors(int& processors)
     return error ? error : has_kernel ? cudaSuccess : cudaErrorNotSupported;
 }
 
-// Lets a kernel's blocks have so many bytes of shared memory on the current device, the same number at every call: a
-// function's attributes hold for one device. The driver is asked once for each; a call that failed is not remembered.
-template <auto kKernel>
-cudaError_t allow_shared_bytes(int bytes)
+// Sets an attribute of a kernel on the current device, to the same value at every call: a function's attributes hold
+// for one device. The driver is asked once for each; a call that failed is not remembered.
+template <auto kKernel, cudaFuncAttribute kAttribute>
+cudaError_t set_attribute(int value)
 {
     static std::atomic<uint64_t> done{0}; // a bit for each of the first 64 devices
     int device = 0;
@@ -65,7 +65,7 @@ cudaError_t allow_shared_bytes(int bytes)
     {
         return error;
     }
-    error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    error = cudaFuncSetAttribute(kKernel, kAttribute, value);
     if (error == cudaSuccess)
     {
         done |= bit;
@@ -73,13 +73,19 @@ cudaError_t allow_shared_bytes(int bytes)
     return error;
 }
 
+// Lets a kernel's blocks have so many bytes of shared memory.
+template <auto kKernel>
+cudaError_t allow_shared_bytes(int bytes)
+{
+    return set_attribute<kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize>(bytes);
+}
+
 // Gives the kernel's blocks multiprocessors that have all of their shared memory as such, where other kernels' blocks
 // may find room beside them: a smaller division is that of the kernel alone.
 template <auto kKernel>
 cudaError_t share_multiprocessors()
 {
-    return cudaFuncSetAttribute(
-        kKernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    return set_attribute<kKernel, cudaFuncAttributePreferredSharedMemoryCarveout>(cudaSharedmemCarveoutMaxShared);
 }
 
 // In clusters of so many neighbouring blocks; 1: in none. Of more than eight the kernel must have said that it may.

@@ -1,9 +1,9 @@
 // Attention of many rows of prompts: each item of work is a run of a prompt's rows and all keys that they see, so that
 // keys and values are read once for 128 packed rows, and nothing is left to combine.
+#include "cache_map.cuh"
 #include "dflash_kernels.h"
 #include "launch.cuh"
 #include "prompt_attention_sm90.cuh"
-#include "tensor_map.cuh"
 
 #include <algorithm>
 
@@ -50,34 +50,15 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
     return fits ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-CUtensorMapDataType type_of(dflash_attention_params const& p)
-{
-    return p.dtype == DFLASH_FP16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-}
-
 // Queries as the copy engine sees them: [kv_heads, D / 64, rows, group, 64], in boxes of 64 columns of an item's rows.
 cudaError_t map_queries(PromptWork const& w, CUtensorMap& map)
 {
     dflash_attention_params const& p = w.p;
     auto const number = [](int64_t x) { return static_cast<cuuint64_t>(x); };
-    return map_tiles<5>(type_of(p), CU_TENSOR_MAP_L2_PROMOTION_L2_128B, p.q,
+    return map_tiles<5>(map_type_of(p), CU_TENSOR_MAP_L2_PROMOTION_L2_128B, p.q,
         {kAtom, number(w.group), number(p.rows), number(p.head_size / kAtom), number(p.kv_heads)},
         {number(2 * p.q_head_stride), number(2 * p.q_row_stride), 2 * kAtom, number(2 * w.group * p.q_head_stride)},
         {kAtom, static_cast<cuuint32_t>(w.group), static_cast<cuuint32_t>(w.item_rows), 1, 1}, map);
-}
-
-// A cache as the copy engine sees it: [pages, kv_heads, D / 64, page_rows, 64], in boxes of 64 columns of a tile.
-cudaError_t map_cache(PromptWork const& w, void const* cache, CUtensorMap& map)
-{
-    dflash_attention_params const& p = w.p;
-    auto const size = static_cast<cuuint64_t>(p.head_size);
-    auto const rows = static_cast<cuuint64_t>(p.page_rows);
-    // The stride of the only page, or head, may be any number.
-    auto const bytes = [&](int count, int64_t stride) { return 2 * (count > 1 ? stride : size * rows); };
-    return map_tiles<5>(type_of(p), CU_TENSOR_MAP_L2_PROMOTION_L2_128B, cache,
-        {kAtom, rows, size / kAtom, static_cast<cuuint64_t>(p.kv_heads), static_cast<cuuint64_t>(p.pages)},
-        {2 * size, 2 * kAtom, bytes(p.kv_heads, p.cache_head_stride), bytes(p.pages, p.cache_slot_stride)},
-        {kAtom, static_cast<cuuint32_t>(w.box_rows), 1, 1, 1}, map);
 }
 
 template <typename T, int D>
@@ -89,8 +70,8 @@ cudaError_t launch(Plan const& plan, cudaStream_t stream)
     CUtensorMap keys;
     CUtensorMap values;
     cudaError_t error = map_queries(w, queries);
-    error = error == cudaSuccess ? map_cache(w, w.p.keys, keys) : error;
-    error = error == cudaSuccess ? map_cache(w, w.p.values, values) : error;
+    error = error == cudaSuccess ? map_cache(w.p, w.p.keys, w.box_rows, kAtom, keys) : error;
+    error = error == cudaSuccess ? map_cache(w.p, w.p.values, w.box_rows, kAtom, values) : error;
     error = error == cudaSuccess ? allow_shared_bytes<kernel>(Shared<D>::kBytes) : error;
     if (error != cudaSuccess)
     {

@@ -7,9 +7,9 @@
 // finds place beside a product of few rows: it asks for its first keys while that still runs, and reads nothing of it
 // but the row's own queries, key and value, which are the last to come. The row's own key is added where the blocks'
 // results are joined.
+#include "cache_map.cuh"
 #include "dflash_kernels.h"
 #include "row_attention_sm90.cuh"
-#include "tensor_map.cuh"
 
 #include <algorithm>
 
@@ -96,20 +96,6 @@ cudaError_t make_plan(dflash_append_params const& a, dflash_attention_params con
     return cudaSuccess;
 }
 
-// A cache as the copy engine sees it: [pages, kv_heads, D / 64, page_rows, 64], in boxes of a warp's keys.
-cudaError_t map_cache(dflash_attention_params const& p, void const* cache, int keys, CUtensorMap& map)
-{
-    auto const size = static_cast<cuuint64_t>(p.head_size);
-    auto const rows = static_cast<cuuint64_t>(p.page_table ? p.page_rows : p.cache_rows);
-    // The stride of the only page, or head, may be any number.
-    auto const bytes = [&](int count, int64_t stride) { return 2 * (count > 1 ? stride : size * rows); };
-    return map_tiles<5>(p.dtype == DFLASH_FP16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, cache,
-        {row::kAtom, rows, size / row::kAtom, static_cast<cuuint64_t>(p.kv_heads), static_cast<cuuint64_t>(p.pages)},
-        {2 * size, 2 * row::kAtom, bytes(p.kv_heads, p.cache_head_stride), bytes(p.pages, p.cache_slot_stride)},
-        {row::kAtom, static_cast<cuuint32_t>(keys), static_cast<cuuint32_t>(size / row::kAtom), 1, 1}, map);
-}
-
 template <typename T, int D, int kCluster>
 cudaError_t launch(
     dflash_append_params const& a, dflash_attention_params const& p, Plan const& plan, cudaStream_t stream)
@@ -118,9 +104,9 @@ cudaError_t launch(
     constexpr int kBytes = sizeof(row::Shared<T, D>);
     CUtensorMap keys;
     CUtensorMap values;
-    cudaError_t error = map_cache(p, p.keys, row::Shape<T, D>::kKeys, keys);
-    error = error ? error : map_cache(p, p.values, row::Shape<T, D>::kKeys, values);
-    error = error ? error : cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    cudaError_t error = map_cache(p, p.keys, row::Shape<T, D>::kKeys, D, keys);
+    error = error ? error : map_cache(p, p.values, row::Shape<T, D>::kKeys, D, values);
+    error = error ? error : set_attribute<kernel, cudaFuncAttributeNonPortableClusterSizeAllowed>(1);
     error = error ? error : share_multiprocessors<kernel>();
     error = error ? error : allow_shared_bytes<kernel>(kBytes);
     dim3 const grid(plan.clusters * kCluster);

@@ -71,7 +71,8 @@ def attention(
     check(len(keys) == slots, f"caches of {len(keys)} slots for {slots}")
     check_ints(slots, lengths=lengths, added=added)
     check(rows <= MAX_ROWS, f"{rows} rows a slot; at most {MAX_ROWS}")
-    params = _params(q.transpose(1, 2), keys, values, rows, causal, window, sinks, scales)
+    params = _params(q.dtype, heads, size, keys, values, rows, causal, window, sinks, scales)
+    _set_queries(params, q.transpose(1, 2))
     out = torch.empty(slots, rows, heads * size, dtype=q.dtype, device=q.device)
     params.slots, params.cache_rows, params.length_offset = slots, keys.shape[2], offset
     params.lengths, params.added, params.out = lengths.data_ptr(), address(added), out.data_ptr()
@@ -163,6 +164,31 @@ def attend_prompts(
     return out
 
 
+def segment_params(
+    keys: Tensor,
+    values: Tensor,
+    pages: Pages,
+    segments: Tensor,
+    heads: int,
+    rows: int,
+    out: Tensor,
+    causal: bool,
+    window: int,
+    sinks: Tensor | None,
+    scales: Scales,
+) -> ctypes.Structure:
+    """Checks and gathers what calls on segments of flat rows have, but their queries."""
+    is_right = segments.dtype == torch.int32 and segments.shape[1:] == (4,) and segments.is_contiguous()
+    check(is_right and segments.data_ptr() % 16 == 0, "segments must be int32 [G, 4]")
+    size = out.shape[-1] // heads
+    params = _params(out.dtype, heads, size, keys, values, rows, causal, window, sinks, scales)
+    for name, value in page_members(pages, keys).items():
+        setattr(params, name, value)
+    params.slots, params.pages = len(segments), len(keys)
+    params.segments, params.out = segments.data_ptr(), out.data_ptr()
+    return params
+
+
 def _flat_params(
     q: Tensor,
     keys: Tensor,
@@ -178,20 +204,17 @@ def _flat_params(
 ) -> ctypes.Structure:
     """Checks and gathers what calls on flat rows q [N, Hq, D] have."""
     _, heads, size = q.shape
-    is_right = segments.dtype == torch.int32 and segments.shape[1:] == (4,) and segments.is_contiguous()
-    check(is_right and segments.data_ptr() % 16 == 0, "segments must be int32 [G, 4]")
     fits = out.dtype == q.dtype and out.is_contiguous() and out.numel() == q.numel() and out.shape[-1] == heads * size
     check(fits, f"out {tuple(out.shape)} of rows {tuple(q.shape)}")
-    params = _params(q, keys, values, rows, causal, window, sinks, scales)
-    for name, value in page_members(pages, keys).items():
-        setattr(params, name, value)
-    params.slots, params.pages = len(segments), len(keys)
-    params.segments, params.out = segments.data_ptr(), out.data_ptr()
+    params = segment_params(keys, values, pages, segments, heads, rows, out, causal, window, sinks, scales)
+    _set_queries(params, q)
     return params
 
 
 def _params(
-    q: Tensor,
+    dtype: torch.dtype,
+    heads: int,
+    size: int,
     keys: Tensor,
     values: Tensor,
     rows: int,
@@ -200,18 +223,15 @@ def _params(
     sinks: Tensor | None,
     scales: Scales,
 ) -> ctypes.Structure:
-    """Checks and gathers what both kinds of calls have, of q [..., Hq, D]."""
-    heads, size = q.shape[-2:]
-    check(q.dtype in HALVES, f"attention of {q.dtype}; known: float16, bfloat16")
+    """Checks and gathers what all calls have, but their queries."""
+    check(dtype in HALVES, f"attention of {dtype}; known: float16, bfloat16")
     check(size in ALL_HEAD_SIZES, f"head size {size}; known: {ALL_HEAD_SIZES}")
-    is_aligned = q.data_ptr() % 16 == 0 and not any(stride % 8 for stride in q.stride()[:-1])
-    check(q.stride(-1) == 1 and is_aligned, "q's heads must be contiguous, and aligned to 16 bytes")
-    check_caches(keys, values, len(keys), size, q.dtype, scales)
+    check_caches(keys, values, len(keys), size, dtype, scales)
     check(heads % keys.shape[1] == 0, f"{heads} heads cannot share {keys.shape[1]} key/value heads")
     if sinks is not None:
         check(sinks.shape == (heads,) and sinks.is_contiguous() and sinks.dtype in DTYPES, "sinks must be [Hq]")
     return AttentionParams(
-        dtype=DTYPES[q.dtype],
+        dtype=DTYPES[dtype],
         rows=rows,
         heads=heads,
         kv_heads=keys.shape[1],
@@ -220,13 +240,17 @@ def _params(
         window=window,
         sinks_dtype=DTYPES[sinks.dtype] if sinks is not None else 0,
         scale=size**-0.5,
-        q=q.data_ptr(),
         keys=keys.data_ptr(),
         values=values.data_ptr(),
         sinks=address(sinks),
-        q_row_stride=q.stride(-3),
-        q_head_stride=q.stride(-2),
         cache_slot_stride=keys.stride(0),
         cache_head_stride=keys.stride(1),
         **scale_addresses(scales),
     )
+
+
+def _set_queries(params: ctypes.Structure, q: Tensor) -> None:
+    """Sets queries [..., N, Hq, D]."""
+    is_aligned = q.data_ptr() % 16 == 0 and not any(stride % 8 for stride in q.stride()[:-1])
+    check(q.stride(-1) == 1 and is_aligned, "q's heads must be contiguous, and aligned to 16 bytes")
+    params.q, params.q_row_stride, params.q_head_stride = q.data_ptr(), q.stride(-3), q.stride(-2)

@@ -5,10 +5,10 @@ import ctypes
 import torch
 
 from trtllm_dflash.kernels.append import Append
-from trtllm_dflash.kernels.attention import AttentionParams
-from trtllm_dflash.kernels.checks import DTYPES, address, check
+from trtllm_dflash.kernels.attention import segment_params
+from trtllm_dflash.kernels.checks import check
 from trtllm_dflash.kernels.library import Pointer, is_hopper, processors, run, stream
-from trtllm_dflash.kernels.pages import Pages, page_members
+from trtllm_dflash.kernels.pages import Pages
 from trtllm_dflash.kernels.rows import Rows
 
 Tensor = torch.Tensor
@@ -66,35 +66,14 @@ def attend_single_rows(
         arrivals: of `row_arrivals`.
         window, sinks, scale: as in `attend_rows`.
     """
-    segments, kv_heads, size = layout.decoding, keys.shape[1], keys.shape[3]
+    segments, kv_heads = layout.decoding, keys.shape[1]
     counts = {len(x) for x in (layout.row_segment, layout.segments, segments)}
     check(len(counts) == 1, f"{len(layout.row_segment)} rows of {len(segments)} segments, of {len(layout.segments)}")
     counters = arrivals.numel() if arrivals.dtype == torch.int32 and arrivals.is_contiguous() else 0
     check(len(segments) * kv_heads * _ARRIVALS <= counters, f"{counters} counters in int32 are too few")
     appended = append.row_params(keys, values, pages, layout, heads, qkv, out)
-    if sinks is not None:
-        check(sinks.shape == (heads,) and sinks.is_contiguous() and sinks.dtype in DTYPES, "sinks must be [Hq]")
-    params = AttentionParams(
-        dtype=DTYPES[qkv.dtype],
-        slots=len(segments),
-        rows=1,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_size=size,
-        causal=1,
-        window=window,
-        sinks_dtype=DTYPES[sinks.dtype] if sinks is not None else 0,
-        scale=size**-0.5 if scale is None else scale,
-        keys=keys.data_ptr(),
-        values=values.data_ptr(),
-        sinks=address(sinks),
-        out=out.data_ptr(),
-        cache_slot_stride=keys.stride(0),
-        cache_head_stride=keys.stride(1),
-        segments=segments.data_ptr(),
-        pages=len(keys),
-        **page_members(pages, keys),
-    )
+    params = segment_params(keys, values, pages, segments, heads, 1, out, True, window, sinks, append.scales)
+    params.scale = params.scale if scale is None else scale
     needed, both = ctypes.c_size_t(), ctypes.byref(params)
     run("dflash_row_attention_workspace", appended, both, ctypes.byref(needed))
     workspace = torch.empty(needed.value, dtype=torch.uint8, device=qkv.device)

@@ -22,6 +22,10 @@ class CudaCaches(TorchOps):
             return None
         return self.weights[layer.prefix + "key.scale"], self.weights[layer.prefix + "value.scale"]
 
+    def _window_and_sinks(self, layer: AttentionLayer) -> tuple[int, Tensor | None]:
+        """A layer's window, 0 where it has none, and its sinks, as the kernels of attention take them."""
+        return layer.window or 0, None if layer.sinks is None else self.weights[layer.sinks]
+
     def _append_of(self, layer: AttentionLayer) -> kernels.Append:
         """Makes the kernels' append of a layer's rows."""
         cos, sin, scales = self.weights[layer.rope + ".cos"], self.weights[layer.rope + ".sin"], self._scales(layer)

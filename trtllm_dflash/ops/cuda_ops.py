@@ -90,7 +90,7 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         out = torch.empty(qkv.shape[1], layer.heads * layer.head_size, dtype=qkv.dtype, device=qkv.device)
         append, own = self._append_of(layer), self._without_gates(layer, qkv)[0]
         if self._arrivals is not None and kernels.takes_single_rows(append, keys, layer.heads, len(self._decoding)):
-            window, sinks = layer.window or 0, None if layer.sinks is None else self.weights[layer.sinks]
+            window, sinks = self._window_and_sinks(layer)
             places = keys, values, self._pages_of(layer), self._layout, layer.heads, own, out, self._arrivals
             return kernels.attend_single_rows(append, *places, window, sinks, layer.scale)[None]
         q = append.rows(keys, values, self._pages_of(layer), self._layout, layer.heads, own, out)
@@ -109,7 +109,7 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
         if layer.scale is not None or not kernels.takes_prompts(q, keys, self._prompt_rows):
             self._attend(layer, q, self._layout.cuts, kernels.MAX_ROWS, out, causal=True)
             return
-        window, sinks = layer.window or 0, None if layer.sinks is None else self.weights[layer.sinks]
+        window, sinks = self._window_and_sinks(layer)
         kernels.attend_prompts(q, keys, values, self._pages_of(layer), self._layout.pieces, out, window, sinks)
 
     def context_rows(self, layer: AttentionLayer, kv: Tensor, index: int, start: Tensor) -> Context[Tensor]:
@@ -156,7 +156,7 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
     ) -> None:
         """Fills `out` with these segments' attention to a layer's caches. Arguments as in `kernels.attend_rows`."""
         keys, values = self._caches(layer)
-        window, sinks = layer.window or 0, None if layer.sinks is None else self.weights[layer.sinks]
+        window, sinks = self._window_and_sinks(layer)
         pages, scales = self._pages_of(layer), self._scales(layer)
         more = causal, window, sinks, scales, added, block, row_path, self._is_exact, layer.scale
         kernels.attend_rows(q, keys, values, pages, segments, rows, out, *more)

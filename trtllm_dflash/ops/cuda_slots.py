@@ -90,7 +90,7 @@ class CudaSlots(CudaCaches):
         q = self._append_of(layer)(keys, values, start, layer.heads, qkv, context, committed)
         assert q is not None
         if self._takes(q, keys, values, scales):
-            sinks, window = None if layer.sinks is None else self.weights[layer.sinks], layer.window or 0
+            window, sinks = self._window_and_sinks(layer)
             if rows <= kernels.MAX_ROWS:
                 more = window, sinks, committed, rows, scales, layer.scale
                 return kernels.attention(q, keys, values, start, causal, *more)
