@@ -189,6 +189,15 @@ def test_a_reply_ends_where_the_context_does(short_engine, tiny):
     assert row["token_ids"] == free.token_ids
 
 
+def test_the_most_tokens_that_can_be_asked_for_are_no_harm_to_those_beside_it(short_engine):
+    most = 2**31 - 1
+    asked = [SamplingParams(max_tokens=5), SamplingParams(max_tokens=most, min_tokens=most)]
+    with LLM.load(short_engine, device="cpu") as llm:
+        both = llm.generate([[9, 10, 11], [5, 6, 7]], asked)
+        assert both[0].token_ids == llm.generate([[9, 10, 11]], asked[:1])[0].token_ids
+    assert len(both[1].token_ids) == 48 - 3
+
+
 def test_sampling_depends_on_the_seed_alone(command):
     def sampled(*flags):
         flags = ("--temperature", 3, "--top-p", 0.99, "--top-k", 200, "--ignore-eos", *flags)

@@ -67,6 +67,19 @@ def test_a_bad_word_of_no_tokens_bans_nothing(tiny, monkeypatch):
     assert all(runs)
 
 
+def test_a_bad_word_of_tokens_that_the_model_does_not_know_bans_nothing(tiny, monkeypatch):
+    """Added tokens may lie beyond the vocabulary."""
+    monkeypatch.setattr(tiny.codec, "encode_words", lambda text: [5, 2048])
+    assert tiny.intake.sequence([5], SamplingParams(bad_words=("<extra>",))).bad_runs == ()
+
+
+def test_a_form_needs_an_end_token_that_the_model_knows(tiny, monkeypatch):
+    endless = Intake(tiny.config.model_copy(update={"stop_token_ids": ()}), tiny.codec)
+    monkeypatch.setattr(type(tiny.codec), "end_id", 2048)
+    with pytest.raises(RequestError, match="structured: needs an end token, and this engine knows none"):
+        endless.sequence([5], SamplingParams.model_validate({"structured": {"kind": "json_object"}}))
+
+
 @pytest.mark.parametrize(
     ("params", "says"),
     [

@@ -209,10 +209,15 @@ class Intake:
     def _grammar_ends(self) -> list[int]:
         """Lists the tokens that end a reply where its grammar does: the engine's, or else its tokenizer's."""
         end = None if self._codec is None else self._codec.end_id
-        return list(self._config.stop_token_ids) or ([] if end is None else [end])
+        known = [end] if end is not None and end < self._config.target.vocab_size else []
+        return list(self._config.stop_token_ids) or known
 
     def _bad_runs(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Lists the runs of tokens that a reply is kept from: a text's are those at a beginning, and behind a space."""
+        """Lists the runs of tokens that a reply is kept from: a text's are those at a beginning, and behind a space.
+
+        No reply has a text that no tokens stand for, or tokens that the model does not know.
+        """
+        vocabulary = self._config.target.vocab_size
         runs = list(params.bad_token_sequences)
         for word in params.bad_words:
             assert self._codec is not None
@@ -221,7 +226,7 @@ class Intake:
                 if len(run) > MOST_BAD_TOKENS:
                     reason = f"{word!r} has {len(run)} tokens; at most {MOST_BAD_TOKENS} are taken"
                     raise RequestError(reason, "bad_words")
-                if run and tuple(run) not in runs:  # no reply has a text that no tokens stand for
+                if run and max(run) < vocabulary and tuple(run) not in runs:
                     runs.append(tuple(run))
         if len(runs) > MOST_BAD_RUNS:
             field = "bad_words" if params.bad_words else "bad_token_sequences"

@@ -47,6 +47,6 @@ def _penalties_of(sequence: Sequence) -> SlotPenalties:
         repetition=params.repetition_penalty,
         bias=tuple(params.logit_bias.items()),
         end_ids=tuple(sequence.end_token_ids),
-        ends_from=len(sequence.prompt_ids) + params.min_tokens,
+        ends_from=len(sequence.prompt_ids) + min(params.min_tokens, sequence.room),  # within 32 bits
         bad_runs=sequence.bad_runs,
     )
