@@ -118,8 +118,10 @@ def test_calls_as_templates_write_them_are_allowed_and_others_are_not(chat_forma
         between = "\n" if chat_format.startswith("qwen") else ""
         assert ok(f"I book.\n{booked}\n{now}\nDone.", **may)
         assert ok(f"Hm.</think>I book.\n{booked}{between}{now}", must=False, thinking=True)
+    if chat_format != "gemma4":
         blank = "" if chat_format == "kimi-k2" else "\n\n"
         assert ok(f"Hm.\n</think>{blank}{now}", must=True, thinking=True)
+        assert not ok(now, must=True, thinking=True)
 
 
 @pytest.mark.parametrize(("chat_format", "special"), ALL)

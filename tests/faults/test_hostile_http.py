@@ -218,6 +218,15 @@ def test_half_open_connections_are_closed_in_time(tiny_engine):
         assert serves(address)
 
 
+@pytest.mark.parametrize(
+    "long", [{"extra": "X-Long: " + "a" * 60_000 + "\r\n"}, {"path": "/" + "a" * 60_000}], ids=["header", "path"]
+)
+def test_a_head_that_comes_at_once_is_held_to_its_length_too(tiny_engine, long):
+    with front(tiny_engine) as (address, _):
+        assert until_closed(sent(address, post(GOOD, **long))).startswith(b"HTTP/1.1 400 ")
+        assert serves(address)
+
+
 def test_a_head_that_comes_byte_by_byte_is_not_waited_for(tiny_engine):
     with front(tiny_engine, Limits(head_seconds=SHORT)) as (address, _):
         client = sent(address)

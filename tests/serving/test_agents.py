@@ -175,6 +175,7 @@ CALLED = [("mcp__sums", "double"), ("agents__", "tell"), (None, "double")]
         ("tools.0.name", "", [{**SUMS, "name": "a b"}]),
         ("tools", "'mcp__sums__add', is another's, too", [SUMS, {"type": "function", "name": "mcp__sums__add"}]),
         ("tools", "'mcp__sums__double', is another's, too", [SUMS, {**SUMS, "name": "mcp__sums__"}]),
+        ("tools", "two functions have the name 'double'", [FLAT[0], {**FLAT[0], "description": "other"}]),
         ("tools", "has more than 128 characters", [{**SUMS, "name": "a" * 124}]),
         ("tools", "129 functions", [FLAT[0], {**SUMS, "tools": [{**FLAT[0], "name": f"f{i}"} for i in range(128)]}]),
         ("tools.async", "not supported", [{**FLAT[0], "async": True}]),
@@ -450,3 +451,13 @@ def test_every_chunk_of_a_chat_is_one_that_the_official_client_knows(prepared, a
         # All tokens but the one that ends the reply, those of calls and of thinking among them.
         assert scored == (choice.logprobs.content if "logprobs" in asked else [])
         assert len(scored) == (5 if "logprobs" in asked else 0)
+
+
+def test_a_past_whose_calls_the_template_leaves_out_is_refused(tiny):
+    preparation = Preparation(tiny.config, tiny.codec, tiny.intake, "tiny", 60.0)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    past = [{"role": "user", "content": "Go."}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    body = json.dumps({"model": "tiny", "messages": past}).encode()
+    with pytest.raises(ApiError, match="this engine's chat template writes no calls") as refusal:
+        preparation.chat(body, "r")
+    assert refusal.value.param == "messages.1.tool_calls"

@@ -290,6 +290,8 @@ def test_prompts_of_ones_own_are_sent_raw_or_as_chats(tmp_path):
 def test_what_cannot_be_compared_is_one_line():
     for wrong in ("ftp://x", "http://127.0.0.1:abc", "http://[::1", "http://x:99999"):
         assert f"--a {wrong}: write http://HOST:PORT" in refusal("compare", "--a", wrong, "--b", "http://y")
+    line = refusal("compare", "--a", "http://me:secret@127.0.0.1:1", "--b", "http://y")
+    assert "--a: give no user and password in an address" in line and "secret" not in line
     with saying([THE]) as (url, _):
         line = refusal("compare", "--a", url, "--b", "http://127.0.0.1:9", "--number", 1)
         assert "--b http://127.0.0.1:9: no OpenAI API answers there" in line

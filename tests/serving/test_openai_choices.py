@@ -11,8 +11,9 @@ from trtllm_dflash.runtime.request import SamplingParams, TokenLogprobs
 from trtllm_dflash.serving.client import Piece, TokenRequest
 from trtllm_dflash.serving.openai import replies
 from trtllm_dflash.serving.openai.jobs import Choice
-from trtllm_dflash.serving.openai.logprobs import Scored
+from trtllm_dflash.serving.openai.logprobs import CompletionLogprobs, Scored
 from trtllm_dflash.text.reply.parts import PlainParser
+from trtllm_dflash.text.reply.thinking import ThinkingParser
 from trtllm_dflash.text.token_text import TokenTexts
 
 pytestmark = pytest.mark.slow
@@ -205,6 +206,36 @@ def test_an_echo_has_the_prompts_tokens_and_each_its_own_among_the_likely(tiny, 
     assert found["token_logprobs"] == [None] + [-2.0] * size
     assert found["top_logprobs"] == [None] + [{other: -0.5, token: -2.0} for token in tokens[1:]]
     assert [each and list(each) for each in body["prompt_logprobs"]] == [None] + [[5, token] for token in prompt[1:]]
+
+
+def test_of_tokens_with_one_text_the_chosen_one_is_told_among_the_likely(texts):
+    """Bytes of a character, say."""
+    of_text = {}
+    for token in range(2048):
+        of_text.setdefault(texts.text(token), []).append(token)
+    name, (first, chosen, last, *_) = next((name, tokens) for name, tokens in of_text.items() if len(tokens) > 2)
+    likely = [(first, -0.5), (last, -6.0)]
+    for top, told in ((likely, -3.0), ([(chosen, -3.0), *likely], -3.0)):
+        found = CompletionLogprobs(texts).body([Scored(chosen, TokenLogprobs(-3.0, top))])
+        assert found["top_logprobs"] == [{name: told}]
+    other = Scored(5, TokenLogprobs(-1.0, likely))
+    assert CompletionLogprobs(texts).body([other])["top_logprobs"] == [{name: -0.5, texts.text(5): -1.0}]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "thinking"),
+    [
+        (["", "Hm", "\n", ""], 40),  # ended in its thinking
+        (["", "Hm", "", "</think>\n\n", "Yes", ""], 20),
+        (["", "</think>", "Yes"], 0),
+        (["Hm</think>Yes", ""], 0),
+    ],
+)
+def test_thinking_counts_the_tokens_whose_text_was_kept_back(pieces, thinking):
+    choice = Choice(TokenRequest([5], SamplingParams()), ThinkingParser(PlainParser(), begun=True))
+    for number, text in enumerate(pieces):
+        choice.read(Piece(text, 10, [], 0, 0, [], "length" if number + 1 == len(pieces) else ""))
+    assert choice.usage.thinking_tokens == thinking
 
 
 @pytest.mark.parametrize("written", [True, False])

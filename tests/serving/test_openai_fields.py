@@ -78,6 +78,26 @@ def test_thinking_goes_back_under_either_name(name):
     assert set(message) - {name} == {"role", "content"}
 
 
+@pytest.mark.parametrize("arguments", ['{"c": "\\ud83d"}', '{"c": "\\ud83d', "[]"])
+def test_arguments_that_a_template_cannot_take_as_an_object_go_back_as_they_are(arguments):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    asked = parse(ChatRequest, json.dumps({"model": "tiny", "messages": [message]}).encode())
+    assert asked.messages[0].for_template()["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+@pytest.mark.parametrize("item", ["a", {"type": 3}])
+def test_an_item_of_no_known_type_is_refused_in_plain_words(item):
+    with pytest.raises(ApiError, match="its type is none of those that are taken here") as refusal:
+        parse(ResponsesRequest, json.dumps({"model": "tiny", "input": [item]}).encode())
+    assert refusal.value.param.startswith("input.0")
+
+
+def test_a_bias_of_digits_that_are_not_ascii_is_refused():
+    with pytest.raises(ApiError, match="logit_bias"):
+        parse(ChatRequest, json.dumps(ASKED | {"logit_bias": {"\u0663": 1}}).encode())
+
+
 def test_a_refusal_s_part_is_text_as_what_is_sent_back_has_it():
     said = [{"type": "refusal", "refusal": "no"}]
     messages = [{"role": "assistant", "content": said}]

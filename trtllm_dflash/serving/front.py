@@ -152,6 +152,7 @@ class _Connection(h11.Connection):
 
     def __init__(self, limits: Limits, on_request: Callable[[], None]) -> None:
         super().__init__(h11.SERVER, limits.head_bytes)
+        self._most_head_bytes = limits.head_bytes
         self._most_pieces = limits.body_pieces
         self._on_request = on_request
         self._pieces = 0
@@ -159,6 +160,10 @@ class _Connection(h11.Connection):
     def next_event(self) -> Any:
         event = super().next_event()
         if isinstance(event, h11.Request):
+            # h11 itself looks at heads that have not come whole.
+            head_bytes = len(event.target) + sum(len(name) + len(value) + 4 for name, value in event.headers)
+            if head_bytes > self._most_head_bytes:
+                raise h11.RemoteProtocolError("the headers are too long", error_status_hint=431)
             self._pieces = 0
             self._on_request()
         elif isinstance(event, h11.Data):

@@ -38,6 +38,9 @@ _MOST_PLACES = 64
 #: Patterns of a schema times its largest `maxLength`: each character of a text that has both takes 20 to 40 us to
 #: compile, and nothing ends that.
 _MOST_BOUNDED = 30_000
+#: A schema's largest `minItems`: every token of such an array takes time with it, for all replies of a step.
+_MOST_ITEMS = 1_000
+_LEAST_ITEMS = re.compile(r'"minItems"\s*:\s*([0-9.eE+-]+)')
 _PATTERN, _BOUND = re.compile(r'"pattern"\s*:'), re.compile(r'"maxLength"\s*:\s*([0-9.eE+-]+)')
 _ESCAPED = re.compile(r"\\u00([0-7][0-9a-fA-F])")
 
@@ -321,7 +324,7 @@ def _hide_specials(tokenizer: dict[str, Any], vocabulary: int) -> dict[str, int]
 
 
 def check_size(kind: str, source: str) -> None:
-    """Refuses a schema, expression or grammar that is too long, or has long texts of patterns: it would take minutes.
+    """Refuses a schema, expression or grammar that is too long, or has long texts of patterns or very long arrays.
 
     Raises:
         RequestError: it is.
@@ -333,6 +336,9 @@ def check_size(kind: str, source: str) -> None:
     if bounds and len(_PATTERN.findall(written)) * max(bounds) > _MOST_BOUNDED:
         reason = f"a maxLength of {max(bounds):.0f} is too much beside patterns; their product is at most"
         raise RequestError(f"{kind}: {reason} {_MOST_BOUNDED:,}", FIELD)
+    items = max(map(_number, _LEAST_ITEMS.findall(written)), default=0)
+    if items > _MOST_ITEMS:
+        raise RequestError(f"{kind}: a minItems of {items:.0f} is too much; at most {_MOST_ITEMS:,} are taken", FIELD)
 
 
 def _number(text: str) -> float:

@@ -1,6 +1,7 @@
 """The engine's tokenizer and chat format, through Hugging Face transformers; files only, never remote code."""
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -107,6 +108,11 @@ class TextCodec:
         if self._harmony is not None:
             return "harmony"
         return format_of_template(self._template)
+
+    @property
+    def writes_calls(self) -> bool:
+        """Whether a conversation's calls of tools are in what the chat template makes of it."""
+        return self.chat_format is not None or "tool_calls" in self._template
 
     @property
     def chat_variables(self) -> frozenset[str]:
@@ -267,13 +273,16 @@ class TextCodec:
 
 
 def check_tokenizer(folder: Path, vocabulary: int) -> None:
-    """Checks that a checkpoint's chat template and tokenizer.json can be read, where it has them.
+    """Checks that a checkpoint's files of texts can be read, where it has them.
 
     Of the tokenizer's vocabulary, tokens that were added may be beyond the target's: then nobody can use them.
 
     Raises:
         CheckpointError: one is damaged, or the tokenizer another model's.
     """
+    for name in TOKENIZER_FILES:
+        if os.path.lexists(folder / name) and not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name} is no file, nor a link to one; download it again")
     read_template(folder)
     file = folder / "tokenizer.json"
     if not file.is_file():

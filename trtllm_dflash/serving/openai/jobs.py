@@ -63,6 +63,8 @@ class Choice:
         self._only_prompt = only_prompt
         self._text = text
         self._scored_prompt: list[Scored] = []
+        self._unread_tokens = 0  # of pieces whose text is kept back: part of a character, or of a marker
+        self._thinks = False  # as of the last text
 
     def read(self, piece: Piece) -> Added:
         """Adds a piece; returns what it adds to the reply."""
@@ -80,8 +82,7 @@ class Choice:
                 piece = _cut(piece, taken)
                 break
         self.usage.count(piece)
-        if parts and all(part.kind == "thinking" for part in parts):
-            self.usage.thinking_tokens += piece.tokens
+        self._count_thinking(piece, parts)
         self._calls = self._calls or any(part.kind == "call" for part in shown)
         self.reason = "stop" if self._shown.stopped else piece.finish_reason
         if self.reason == "stop" and self._calls:
@@ -93,6 +94,16 @@ class Choice:
             self._scored_prompt = [Scored(first, None), *map(Scored, others, piece.prompt_logprobs)]
         # As they are now: a choice of several is read ahead of its client.
         return Added(shown, self._scored(piece), replace(self.usage), self.reason)
+
+    def _count_thinking(self, piece: Piece, parts: list[Part]) -> None:
+        """Counts a piece that is thinking alone, with those before it whose text was kept back until now."""
+        self._unread_tokens += piece.tokens
+        kinds = {part.kind for part in parts}
+        self._thinks = parts[-1].kind == "thinking" if parts else self._thinks
+        if kinds == {"thinking"} or (piece.finish_reason and not kinds and self._thinks):
+            self.usage.thinking_tokens += self._unread_tokens
+        if kinds:
+            self._unread_tokens = 0
 
     def _portions(self, piece: Piece) -> Iterator[tuple[str, list[int], bool]]:
         """Yields a piece's text and tokens, and whether they are the reply's last: whole, or token by token."""

@@ -74,11 +74,16 @@ class CompletionLogprobs:
         return offsets
 
     def _top(self, one: Scored) -> dict[str, float] | None:
-        """Lists the most likely tokens, and the chosen one behind them where it is none of these, as OpenAI does."""
+        """Lists the most likely tokens, and the chosen one behind them where it is none of these, as OpenAI does.
+
+        Of tokens with one text, such as bytes of a character, that is the chosen one's, else the likeliest's.
+        """
         if one.its is None or not one.its.top_logprobs:
             return None
-        top = {self._texts.text(token): logprob for token, logprob in one.its.top_logprobs}
-        top.setdefault(self._texts.text(one.token), one.its.logprob)
+        top: dict[str, float] = {}
+        for token, logprob in one.its.top_logprobs:
+            top.setdefault(self._texts.text(token), logprob)
+        top[self._texts.text(one.token)] = one.its.logprob
         return top
 
 

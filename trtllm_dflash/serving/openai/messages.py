@@ -275,9 +275,13 @@ def one_instruction(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _object(text: str) -> dict[str, Any] | str:
-    """Reads the arguments of a call; what is no JSON object stays text, as a model may have written it."""
+    """Reads the arguments of a call.
+
+    What is no JSON object, or no text in UTF-8 (half of a surrogate pair), stays as a model wrote it.
+    """
     try:
         value = json.loads(text or "{}")
+        json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text

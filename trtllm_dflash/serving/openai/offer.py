@@ -38,8 +38,12 @@ class Offer:
             parallel: False lets a reply make one call at most.
 
         Raises:
-            ApiError: a function is chosen that there is not.
+            ApiError: a function is chosen that there is not, or two have one name.
         """
+        names = [function.name for function in functions]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ApiError(400, f"tools: two functions have the name {twice!r}", "tools")
         if choice == "none":
             return cls((), (), False, parallel is not False, False)
         if choice is None or isinstance(choice, str):
@@ -53,11 +57,11 @@ class Offer:
             return cls._made(named, named, True, False)
         allowed: AllowedTools | AllowedResponseTools
         allowed = choice.allowed_tools if isinstance(choice, AllowedChoice) else choice
-        names = {tool.called for tool in allowed.tools}
-        missing = names - {function.name for function in functions}
+        called = {tool.called for tool in allowed.tools}
+        missing = called - set(names)
         if missing:
             raise _no_tool(min(missing))
-        callees = [function for function in functions if function.name in names]
+        callees = [function for function in functions if function.name in called]
         return cls._made(functions, callees, allowed.mode == "required", parallel)
 
     @classmethod

@@ -272,6 +272,10 @@ class Preparation:
         if taken:
             variable = f"chat_template_kwargs.{taken[0]}"
             raise ApiError(400, f"{variable}: not a variable of the chat template", variable)
+        calling = next((n for n, message in enumerate(messages) if message.get("tool_calls")), None)
+        if calling is not None and not self._codec.writes_calls:
+            field = param if param == "input" else f"{param}.{calling}.tool_calls"
+            raise ApiError(400, f"{field}: this engine's chat template writes no calls", field, "unsupported_value")
         if self._codec.chat_format != "harmony":  # which has a message for each
             messages = one_instruction(messages)
         return self._tokens(messages, param, arguments, functions, serve)

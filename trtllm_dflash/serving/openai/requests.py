@@ -1,6 +1,7 @@
 """Requests to the OpenAI API: what is taken, and what is refused by its name."""
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -38,6 +39,9 @@ from trtllm_dflash.serving.openai.json_fields import JsonFields
 from trtllm_dflash.serving.openai.messages import MOST_FIELDS, Message, ToolChoice, Tools, asked_of
 
 _R = TypeVar("_R", bound=BaseModel)
+_KIND = "its type is none of those that are taken here"
+#: Of problems that pydantic tells in its own terms.
+_REASONS = {"extra_forbidden": "unknown field", "union_tag_invalid": _KIND, "union_tag_not_found": _KIND}
 
 MOST_CHOICES = 128  # of one request; each is a request to the engine
 
@@ -113,7 +117,7 @@ def _prompt_list(prompt: object) -> object:
 def _by_token(biases: object) -> object:
     """Reads the tokens of `logit_bias`, which are names of fields in JSON."""
     if isinstance(biases, dict):
-        return {int(name) if name.isdecimal() and len(name) < 10 else name: bias for name, bias in biases.items()}
+        return {int(name) if re.fullmatch("[0-9]{1,9}", name) else name: bias for name, bias in biases.items()}
     return biases
 
 
@@ -373,7 +377,7 @@ def parse(kind: type[_R], body: bytes) -> _R:
             raise ApiError(400, f"the body: {error.error_count()} of its fields are wrong") from None
         problem, place = _first_problem(error, body)
         param = ".".join(map(str, place)) or None
-        reason = "unknown field" if problem["type"] == "extra_forbidden" else " ".join(problem["msg"].split())
+        reason = _REASONS.get(problem["type"]) or " ".join(problem["msg"].split())
         raise ApiError(400, f"{param}: {reason}" if param else f"the body: {reason}", param) from None
 
 

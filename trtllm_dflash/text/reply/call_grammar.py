@@ -56,7 +56,10 @@ def call_grammar(
 def _start(chat_format: ChatFormat, marks: Marks, must: bool, parallel: bool, thinking: bool) -> list[str]:
     if chat_format == "llama3":  # calls stand at the beginning, or nowhere
         calls = 'call ("; " call)*' if parallel else "call"
-        return [f"start: {calls}"] if must else [f"start: {calls} | OTHER", r"OTHER: /[ \n]*[^{ \n](.|\n)*/"]
+        reply = [f"reply: {calls}"] if must else [f"reply: {calls} | OTHER", r"OTHER: /[ \n]*[^{ \n](.|\n)*/"]
+        if not thinking:
+            return ["start: reply", *reply]
+        return [f"start: thought {text(chr(10) * 2)} reply", marks.text_up_to("thought", CLOSING), *reply]
     if chat_format == "gemma4":
         return _start_of_gemma4(marks, must, parallel, thinking)
     if chat_format == "minimax-m2":
