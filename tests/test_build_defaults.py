@@ -75,6 +75,8 @@ def test_settings_of_torch_alone_choose_it_and_those_of_tensorrt_refuse_it(monke
         SettingsError, match="--workers is a setting of --backend tensorrt; here it is torch, since there"
     ):
         chosen(monkeypatch, FakeRTX, None, workers=2)
+    with pytest.raises(SettingsError, match=r"^--greedy is a setting of --backend tensorrt"):
+        chosen(monkeypatch, FakeRTX, None, sampling=False)
 
 
 def test_build_says_which_backend_it_takes_and_why(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.test_checkpoint import refusal as pair_refusal
 from trtllm_dflash.build.planning import plan_engine
 from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.build.weights import read_engine_tensors
+from trtllm_dflash.checkpoint.folder import CheckpointFolder
 from trtllm_dflash.checkpoint.pair import open_pair
 from trtllm_dflash.checkpoint.quantized import read_matrix
 from trtllm_dflash.cost.published import PUBLISHED
@@ -226,3 +228,37 @@ def test_a_chat_template_that_is_no_text_is_refused(tmp_path):
     assert says in refusal("build", "--target", str(target), "--output", str(tmp_path / "engine"))
     flags = ("--method", "none", "--gpu", "h200", "--dry-run")
     assert says in refusal("launch", "--runtime", "vllm", "--target", str(target), *flags)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"chat_template": "{% if'])
+def test_half_a_tokenizers_configuration_is_refused_by_name(content, tmp_path):
+    target = make_target(tmp_path / "target")
+    (target / "tokenizer_config.json").write_text(content)
+    line = refusal("build", "--target", str(target), "--output", str(tmp_path / "engine"))
+    assert f"{target}/tokenizer_config.json" in line and "download it again" in line
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "chat_template.jinja"])
+def test_a_link_to_a_file_that_is_gone_is_no_missing_file(name, tmp_path):
+    """As in a cache that lost what its links point at: an engine without tokenizer, or without end tokens."""
+    target = make_target(tmp_path / "target")
+    (target / name).unlink(missing_ok=True)
+    (target / name).symlink_to(tmp_path / "gone")
+    line = refusal("build", "--target", str(target), "--output", str(tmp_path / "engine"))
+    assert f"{target / name} is no file, nor a link to one; download it again" in line
+
+
+def test_a_signal_while_a_tensor_is_read_is_heard_behind_it(tmp_path, monkeypatch):
+    """The library makes an error of its own of what a handler raises inside it."""
+    target, done = CheckpointFolder.open(make_target(tmp_path / "target")), []
+
+    class Opened:
+        def get_tensor(self, key):
+            signal.raise_signal(signal.SIGINT)
+            done.append(key)
+
+    monkeypatch.setattr("trtllm_dflash.checkpoint.folder._opened", lambda *_: Opened())
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        target.read(next(iter(target.tensors)))
+    assert len(done) == 1 and signal.getsignal(signal.SIGINT) is before

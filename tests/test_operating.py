@@ -115,6 +115,7 @@ def test_without_a_gpu_all_are_compared():
         (("--at", "500", "--plot", "p.jpeg"), "--plot p.jpeg: end its name in .png"),
         (("--at", "500", "--plot", "/nowhere/p.png"), "--plot /nowhere/p.png: cannot be written"),
         (("--at", "500", "--tp", 3), "--tp 3 does not divide"),
+        (("--at", "500", "--tp", 16), "--tp 16: --at plans a node of 8 GPUs; at most 8"),
     ],
 )
 def test_what_cannot_be_planned_at_a_speed_is_refused(arguments, words):

@@ -33,6 +33,7 @@ from trtllm_dflash.sweep.sweep import Sweep, open_results, plan_results, search_
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed (the sweep extra)")
 
+ENGINE = object()  # in arguments: the tiny pair's
 QUICK = ("--shape", "tiny", "--prompt-tokens", 8, "--output-tokens", 24, "--device", "cpu", "--requests", 8)
 SAMPLES = Dataset("test", tuple(Sample((f"prompt {i}",), category="ab"[i % 2]) for i in range(40)))
 
@@ -590,6 +591,14 @@ def test_open_loop_in_this_process(tmp_path):
         (("--shape", "tiny", "--max-tokens", 5), "--prompt-tokens and --output-tokens"),
         (("--shape", "tiny", "--simulate-acceptance", 9), "a block of 8 rows commits 1 to 8"),
         (("--shape", "tiny", "--draft-length", 9), "this engine drafts up to 7"),
+        (
+            ("--engine", ENGINE, "--output-tokens", 99_999),
+            "--output-tokens 99999: the engine's --max-seq-len 2048",
+        ),
+        (
+            ("--engine", ENGINE, "--prompt-tokens", 2000, "--output-tokens", 49),
+            "--prompt-tokens 2000 and --output-tokens 49: the engine's --max-seq-len 2048 holds no more",
+        ),
         (("--shape", "nope"), "--shape nope is not known"),
         (("--url", "a:1", "--dataset", "/nope.jsonl"), "--dataset /nope.jsonl"),
         (("--shape", "tiny", "--resume"), "--resume: there is no results.json"),
@@ -604,7 +613,8 @@ def test_open_loop_in_this_process(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(arguments, said, tmp_path):
+def test_what_cannot_be_measured_is_one_line(arguments, said, tiny_engine, tmp_path):
+    arguments = [tiny_engine if one is ENGINE else one for one in arguments]
     result = run("sweep", *arguments, "--output", tmp_path / "out")
     assert result.exit_code == 1
     errors = [line for line in result.stderr.splitlines() if not line.startswith("warning: ")]

@@ -42,6 +42,27 @@ def leaving_on_interrupt() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def holding_signals() -> Iterator[None]:
+    """Holds Ctrl-C and SIGTERM back until the end, where their handlers hear them.
+
+    For calls of libraries that make another error of the exception that a handler raises inside them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    heard = [number for number in (signal.SIGINT, signal.SIGTERM) if callable(signal.getsignal(number))]
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in heard}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
+
+
 class GuardedImport:
     """A finder for `sys.meta_path` that lets Ctrl-C and SIGTERM end the process at once while a package is imported.
 

@@ -397,6 +397,13 @@ def test_several_nodes_need_the_first_ones_address(runtime):
     assert "--head ADDRESS" in refused(runtime, "--model", "qwen3-8b", "--tp", "16", "--nodes", "2")
 
 
+@pytest.mark.parametrize("flag", ["--host", "--head"])
+@pytest.mark.parametrize("address", ["", "a b", "a;b"])
+def test_an_address_is_one_word(flag, address):
+    line = refused("vllm", "--model", "qwen3-8b", flag, address)
+    assert f"{flag} {address!r}: not an address, or a name of one" in line
+
+
 def test_heads_that_no_kernel_of_vllm_takes_are_refused(tmp_path):
     for whose in ("target", "drafter"):
         raw = json.loads((TINY / whose / "config.json").read_text())

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
-from trtllm_dflash.build.settings import DEFAULT_MAX_SEQ_LEN, DEFAULTS_OF_TENSORRT, BuildSettings
+from trtllm_dflash.build.settings import DEFAULT_MAX_SEQ_LEN, DEFAULTS_OF_TENSORRT, BuildSettings, flag_of_tensorrt
 from trtllm_dflash.build.tensorrt_compiler import compile_target
 from trtllm_dflash.catalog import ServingLimits
 from trtllm_dflash.cost.gpus import GPU, GPUS, capability, present_gpu
@@ -43,7 +43,7 @@ def choose_backend(settings: BuildSettings, target: DecoderConfig) -> BackendCho
     for name, default in DEFAULTS_OF_TENSORRT.items():
         if getattr(settings, name) != default:
             raise SettingsError(
-                f"--{name.replace('_', '-')} is a setting of --backend tensorrt; here it is torch, since {why}"
+                f"{flag_of_tensorrt(name)} is a setting of --backend tensorrt; here it is torch, since {why}"
             )
     return BackendChoice("torch", settings.gpu, why)
 

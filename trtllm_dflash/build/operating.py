@@ -167,6 +167,8 @@ def plan_operation(build: BuildSettings, settings: PlanSettings, operating: Oper
     gpu = find_gpu(settings.gpu or "")
     if settings.acceptance is None:
         raise SettingsError("--at: say with --acceptance how many tokens a step commits with the drafter's whole block")
+    if build.tp > NODE:
+        raise SettingsError(f"--tp {build.tp}: --at plans a node of {NODE} GPUs; at most {NODE}")
     draft = Eagle3Draft.parse(operating.eagle3_drafts)
     if operating.eagle3_acceptance is not None:
         check_acceptance("--eagle3-acceptance", operating.eagle3_acceptance, draft.passes + 1)

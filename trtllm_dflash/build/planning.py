@@ -17,6 +17,7 @@ from trtllm_dflash.build.settings import (
     DEFAULT_MAX_SEQ_LEN,
     DEFAULTS_OF_TENSORRT,
     BuildSettings,
+    flag_of_tensorrt,
 )
 from trtllm_dflash.build.tensorrt_compiler import compile_target
 from trtllm_dflash.build.transcoding import check_transcoding
@@ -80,7 +81,10 @@ def open_checkpoints(settings: BuildSettings) -> Pair:
     """
     drafter = resolve(settings.drafter) if settings.drafter is not None else None
     pair = open_pair(resolve(settings.target), drafter)
-    check_tokenizer(pair.target_folder.path, pair.target_config.vocab_size)
+    folder = pair.target_folder.path
+    check_tokenizer(folder, pair.target_config.vocab_size)
+    if (folder / "tokenizer_config.json").is_file():
+        read_json(folder / "tokenizer_config.json")  # or only who loads the engine's tokenizer would hear of it
     return pair
 
 
@@ -356,7 +360,7 @@ def _check_tensorrt_settings(settings: BuildSettings, models: PlannedModels) -> 
         return
     for name, default in DEFAULTS_OF_TENSORRT.items():
         if getattr(settings, name) != default:
-            raise SettingsError(f"--{name.replace('_', '-')} is a setting of --backend tensorrt, not of torch")
+            raise SettingsError(f"{flag_of_tensorrt(name)} is a setting of --backend tensorrt, not of torch")
 
 
 def _check_trees(config: EngineConfig) -> None:

@@ -73,3 +73,8 @@ DEFAULTS_OF_TENSORRT: dict[str, Any] = {
     name: BuildSettings.model_fields[name].default
     for name in ("sampling", "optimization_level", "workspace", "workers", "draft_tree", "plugin")
 }
+
+
+def flag_of_tensorrt(name: str) -> str:
+    """The flag that gives one of these settings another value than its default."""
+    return "--greedy" if name == "sampling" else f"--{name.replace('_', '-')}"

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from trtllm_dflash.errors import CheckpointError, one_line
 from trtllm_dflash.models.weights import Content, Part
+from trtllm_dflash.signals import holding_signals
 
 if TYPE_CHECKING:  # safetensors imports it where tensors are read
     import torch
@@ -131,12 +132,14 @@ class CheckpointFolder:
             now = file.stat()
             opened = _opened(file, now.st_size, now.st_mtime_ns)
             if dimension is None and matrix is None:
-                whole: torch.Tensor = opened.get_tensor(key)
+                with holding_signals():
+                    whole: torch.Tensor = opened.get_tensor(key)
                 return whole
             places: tuple[slice, ...] = () if matrix is None else (slice(matrix, matrix + 1),)
             if dimension is not None:
                 places += (slice(None),) * dimension + (slice(first, last),)
-            part: torch.Tensor = opened.get_slice(key)[places]
+            with holding_signals():
+                part: torch.Tensor = opened.get_slice(key)[places]
             return part if matrix is None else part[0]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: cannot read tensor {key} ({one_line(error)})") from None

@@ -302,6 +302,8 @@ class _Client:
         metrics: str | None,
         settings: CompareSettings,
     ) -> None:
+        if "@" in url:
+            raise SettingsError(f"--{name}: give no user and password in an address; a key goes into the environment")
         if not _is_address(url):
             raise SettingsError(f"--{name} {url}: write http://HOST:PORT, of a server with OpenAI's API")
         self._flag = f"--{name} {url}"

@@ -1,5 +1,6 @@
 """The plan of a launch: a pair, a method, a GPU and the limits that follow; refuses what no runtime could run."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -366,6 +367,9 @@ def _check_ranks(settings: LaunchSettings, target: ModelShape | None, drafter: M
 
 
 def _check_nodes(settings: LaunchSettings) -> None:
+    for flag, address in (("--host", settings.host), ("--head", settings.head)):
+        if address is not None and not re.fullmatch(r"[\w.:-]+", address, re.ASCII):
+            raise SettingsError(f"{flag} {address!r}: not an address, or a name of one")
     ranks = settings.tp * settings.pp
     if ranks % settings.nodes:
         raise SettingsError(f"--nodes {settings.nodes}: does not divide the {ranks} GPUs of --tp and --pp")

@@ -112,6 +112,10 @@ def open_local_engine(settings: SweepSettings) -> Iterator[LocalEngine | None]:
         llm.close()
 
 
+def _lengths(settings: SweepSettings) -> tuple[tuple[str, int | None], ...]:
+    return ("prompt", settings.prompt_tokens), ("output", settings.output_tokens)
+
+
 def ranks_of(settings: SweepSettings) -> int:
     """Number of processes, one a rank, that the engine needs."""
     return settings.tp or 1 if settings.engine is None else read_config(settings.engine).tp
@@ -173,6 +177,10 @@ def _acceptance(settings: SweepSettings, config: EngineConfig) -> ImposedAccepta
 
 
 def _dataset(settings: SweepSettings, config: EngineConfig) -> Dataset:
+    tokens = (settings.prompt_tokens or 1) + (settings.output_tokens or 1)
+    if tokens > config.max_seq_len:
+        asked = [f"--{name}-tokens {n}" for name, n in _lengths(settings) if n is not None]
+        raise SettingsError(f"{' and '.join(asked)}: the engine's --max-seq-len {config.max_seq_len} holds no more")
     if settings.prompt_tokens is not None:
         vocabulary = config.target.vocab_size
         return random_dataset(_RANDOM_SAMPLES, settings.prompt_tokens, vocabulary, settings.seed)
