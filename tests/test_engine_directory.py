@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.build import planning
 from trtllm_dflash.build.builder import build
 from trtllm_dflash.build.settings import BuildSettings
+from trtllm_dflash.engine.directory import load_weights, read_config
 from trtllm_dflash.errors import EngineError
 
 
@@ -578,3 +580,17 @@ def test_memory_that_no_sequence_fits_is_refused_when_the_engine_is_built(page_s
     assert says in line
     assert "0.0 GB" not in line
     assert not (tmp_path / "engine").exists()
+
+
+def test_ctrl_c_while_weights_are_loaded_is_no_damaged_file(intact, monkeypatch):
+    """The library makes an error of its own of what a handler raises inside it."""
+    done = []
+
+    def interrupted(file):
+        signal.raise_signal(signal.SIGINT)
+        done.append(load_file(file))
+
+    monkeypatch.setattr("safetensors.torch.load_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        load_weights(intact, read_config(intact), rank=0)
+    assert len(done) == 1

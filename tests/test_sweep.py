@@ -563,6 +563,8 @@ def test_open_loop_in_this_process(tmp_path):
     [
         ((), "give one of --url"),
         (("--url", "a:1", "--shape", "tiny"), "give one of --url"),
+        (("--url", ""), "--url : write HOST:PORT of Triton's gRPC, or http://HOST:PORT"),
+        (("--url", "ftp://a:1"), "--url ftp://a:1: write HOST:PORT of Triton's gRPC, or http://HOST:PORT"),
         (("--url", "http://me:secret@a:1"), "no user and password in an address"),
         (("--compare", "a=http://me:secret@a:1,b=http://b:1"), "no user and password in an address"),
         (("--url", "a:1", "--simulate-acceptance", 3), "--simulate-acceptance goes with --engine or --shape"),
@@ -586,6 +588,8 @@ def test_open_loop_in_this_process(tmp_path):
         (("--shape", "tiny", "--slo-tps", 5, "--concurrency", 2), "--concurrency: with --slo-tps"),
         (("--shape", "tiny", "--slo-tps", 5, "--slo-percentile", 42), "--slo-percentile 42"),
         (("--shape", "tiny", "--max-rate", 5), "give --slo-tps"),
+        (("--shape", "tiny", "--slo-percentile", 90), "--slo-percentile: of what"),
+        (("--shape", "tiny", "--api-key-file", "key"), "--api-key-file: an engine in this process has no keys"),
         (("--shape", "tiny", "--arrival", "poisson"), "--arrival goes with --rate"),
         (("--shape", "tiny", "--ramp", "2"), "--ramp: clients begin before the seconds that count"),
         (("--shape", "tiny", "--max-tokens", 5), "--prompt-tokens and --output-tokens"),

@@ -620,8 +620,10 @@ def test_wrong_input_is_refused_in_one_line(tmp_path):
         (["--rate", "1e300"], "--rate 1e+300: Input should be less than or equal to 1"),
         (["--layers", "5000"], "--layers 5000: Input should be less than or equal to 1024"),
         (["--block", "5000"], "--block 5000: Input should be less than or equal to 1024"),
-        (["--taps", "-1,2"], "--taps -1,2: give layers as numbers from 0: 1,9,17, or auto"),
-        (["--taps", "1,x"], "--taps 1,x: give layers as numbers from 0: 1,9,17, or auto"),
+        (["--taps", "-1,2"], "--taps -1,2: give layers as numbers from 0, each once: 1,9,17, or auto"),
+        (["--taps", "1,1"], "--taps 1,1: give layers as numbers from 0, each once: 1,9,17, or auto"),
+        (["--steps", "4", "--epochs", "2"], "--steps and --epochs: give one of them"),
+        (["--taps", "1,x"], "--taps 1,x: give layers as numbers from 0, each once: 1,9,17, or auto"),
     ],
 )
 def test_a_number_that_nothing_is_trained_with_is_refused_by_its_flag(words, says, tmp_path):

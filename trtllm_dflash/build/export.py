@@ -35,6 +35,7 @@ from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import build_target, pair_weights
 from trtllm_dflash.models.drafter import DRAFT_TO_TARGET, Drafter, DrafterConfig
 from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision
+from trtllm_dflash.signals import holding_signals
 from trtllm_dflash.text.tokenizer import TOKENIZER_FILES
 
 #: The folders of an export.
@@ -138,10 +139,11 @@ def _write_drafter(engine: Path, config: EngineConfig, ranks: list[Any], folder:
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         yield from _whole(_drafter_weights(config), ranks, "writing drafter", progress)
         if own_vocabulary:
-            ids = ranks[0].get_tensor(DRAFT_TO_TARGET).long()
+            ids = _read(ranks[0], DRAFT_TO_TARGET)
+            assert ids is not None
             drafted = torch.zeros(drafter.vocab_size, dtype=torch.bool)
-            drafted[ids] = True
-            yield "d2t", ids - torch.arange(len(ids))
+            drafted[ids.long()] = True
+            yield "d2t", ids.long() - torch.arange(len(ids))
             yield "t2d", drafted
 
     _save(tensors(), folder)
@@ -197,7 +199,7 @@ def _whole(
     done: set[str] = set()
     for number, weight in enumerate(weights, start=1):
         if not {part.key for part in weight.parts} <= done:
-            held = [tensors.get_tensor(weight.name) if _holds(tensors, weight.name) else None for tensors in ranks]
+            held = [_read(tensors, weight.name) for tensors in ranks]
             for index, part in enumerate(weight.parts):
                 if part.key not in done:
                     yield part.key, _unsliced(weight, index, held)
@@ -205,8 +207,12 @@ def _whole(
         progress(what, number, len(weights))
 
 
-def _holds(tensors: Any, name: str) -> bool:
-    return name in tensors.keys()  # noqa: SIM118 - not a dict
+def _read(tensors: Any, name: str) -> torch.Tensor | None:
+    if name not in tensors.keys():  # noqa: SIM118 - not a dict
+        return None
+    with holding_signals():
+        held: torch.Tensor = tensors.get_tensor(name)
+    return held
 
 
 def _unsliced(weight: Weight, index: int, held: list[torch.Tensor | None]) -> torch.Tensor:
@@ -247,7 +253,8 @@ def _compare(engine: Path, config: EngineConfig, ranks: list[Any], folder: Path,
         raise EngineError(f"{engine}: cannot be exported: its configuration is not that of the checkpoints it keeps")
     for rank, tensors in enumerate(ranks):
         for name, tensor in _read_again(pair, config, rank, progress):
-            if not _holds(tensors, name) or not torch.equal(tensors.get_tensor(name), tensor):
+            held = _read(tensors, name)
+            if held is None or not torch.equal(held, tensor):
                 raise EngineError(f"{engine}: cannot be exported: {name} of rank {rank} would not be read as it is")
 
 

@@ -94,6 +94,8 @@ def sweep(output: Path, resume: bool, force: bool, as_json: bool, api_key_file: 
     store = _Store(output, resume, force, as_json)
     if settings.url is not None or settings.servers:
         _sweep_server(settings, store, api_key_file)
+    elif api_key_file is not None:
+        raise SettingsError("--api-key-file: an engine in this process has no keys; this goes with an http:// URL")
     else:
         _sweep_local(settings, store)
 

@@ -66,6 +66,8 @@ def train(output: Path, from_: str | None, taps: str | None, until: str | None, 
     if until not in phases.PHASES:
         raise SettingsError(f"--until {until}: choose {', '.join(phases.PHASES)}")
     values = given({**flags, "from": from_, "taps": _layers(taps)})
+    if "steps" in values and "epochs" in values:
+        raise SettingsError("--steps and --epochs: give one of them")
     settings = validated(TrainSettings, values)
     with progress_bar() as progress:
         report = phases.train(settings, output, until, progress, lambda line: click.echo(line, err=as_json))
@@ -84,6 +86,6 @@ def _layers(taps: str | None) -> tuple[int, ...] | None:
         layers = tuple(int(tap) for tap in taps.split(","))
     except ValueError:
         layers = ()
-    if not layers or min(layers) < 0:
-        raise SettingsError(f"--taps {taps}: give layers as numbers from 0: 1,9,17, or auto")
+    if not layers or min(layers) < 0 or len(set(layers)) < len(layers):
+        raise SettingsError(f"--taps {taps}: give layers as numbers from 0, each once: 1,9,17, or auto")
     return layers

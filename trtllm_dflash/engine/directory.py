@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from trtllm_dflash.engine.config import SCHEMA_VERSION, EngineConfig
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import FAMILIES
+from trtllm_dflash.signals import holding_signals
 
 if TYPE_CHECKING:  # seconds of a process that computes nothing
     import torch
@@ -244,6 +245,7 @@ def load_weights(path: Path, config: EngineConfig, rank: int) -> "dict[str, torc
 
     file = check_file(path, config, weights_file(rank))
     try:
-        return load_file(file)
+        with holding_signals():  # not for long: what is read is the header
+            return load_file(file)
     except (SafetensorError, OSError) as error:
         raise EngineError(f"{file}: {error}; build the engine again") from error

@@ -224,6 +224,8 @@ def check_settings(settings: SweepSettings) -> None:
         _check_named(settings)
     if len(given) != 1:
         raise SettingsError("give one of --url (a server), --engine DIR and --shape NAME (both in this process)")
+    if settings.url is not None and not _SERVER.fullmatch(settings.url):
+        raise SettingsError(f"--url {settings.url}: write HOST:PORT of Triton's gRPC, or http://HOST:PORT of an API")
     needs: dict[str, tuple[str, ...]] = {
         "model": ("url", "compare"),
         "tokenizer": ("url", "compare"),
@@ -261,6 +263,8 @@ def check_settings(settings: SweepSettings) -> None:
                 raise SettingsError(f"--{name}: with --slo-tps or --slo-ttft-ms the load is searched for; leave it out")
     elif settings.max_concurrency or settings.max_rate:
         raise SettingsError("--max-concurrency and --max-rate bound a search: give --slo-tps or --slo-ttft-ms, too")
+    elif "slo_percentile" in settings.model_fields_set:
+        raise SettingsError("--slo-percentile: of what; give --slo-tps or --slo-ttft-ms, too")
     if settings.arrival is not None and not settings.open_loop:
         raise SettingsError("--arrival goes with --rate")
     if settings.ramp is not None and (settings.open_loop or settings.seconds is None):

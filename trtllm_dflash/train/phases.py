@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 
 from trtllm_dflash.build.settings import DEFAULT_MAX_SEQ_LEN
@@ -30,6 +31,7 @@ from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.ops.draft_tree import TREE_SIZES, draft_tree, listed_nodes
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.session.device import pick_device
+from trtllm_dflash.signals import holding_signals
 from trtllm_dflash.text.tokenizer import TextCodec
 from trtllm_dflash.train.documents import Document
 from trtllm_dflash.train.evaluation import Acceptance, simulate
@@ -274,12 +276,16 @@ class Training:
         if not self.state.begin("export", {}):
             return
         architectures = self.pair.target_folder.config.get("architectures", [])
-        tensors = load_file(self.state.folder / BEST)
+        tensors = self._best()
         files = write_both(
             self.state.folder, self.raw_config, self.config, tensors, self.settings.target, architectures
         )
         self.say(f"export: {self.state.folder / ZLAB} in z-lab's format, {SPECULATORS} in speculators'")
         self.state.finish("export", *files)
+
+    def _best(self) -> dict[str, torch.Tensor]:
+        with holding_signals():
+            return load_file(self.state.folder / BEST)
 
     def evaluate(self) -> None:
         """Measures the exported drafter: simulated, and in real decoding of the held-out prompts."""
@@ -303,7 +309,7 @@ class Training:
         with self.idle_engine() as llm:
             target = FrozenTarget(llm, self.config.tap_layers)
             drafter = self._drafter(target)
-            drafter.load(load_file(self.state.folder / BEST))
+            drafter.load(self._best())
             with computing(target.device):
                 chain = simulate(drafter, target, held_out, lambda *done: self.progress("simulating", *done))
                 trees = [simulate(drafter, target, held_out, tree=draft_tree(nodes, block)) for nodes in sizes]

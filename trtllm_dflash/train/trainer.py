@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.signals import holding_signals
 from trtllm_dflash.train.anchors import anchored, pick_anchors
 from trtllm_dflash.train.documents import Document, Pack, Packs, generator, moved
 from trtllm_dflash.train.evaluation import Acceptance, simulate
@@ -224,9 +225,9 @@ class Trainer:
         file = self.state.folder / CHECKPOINT
         if file.is_file():
             try:
-                with safe_open(file, framework="pt") as opened:
+                with holding_signals(), safe_open(file, framework="pt") as opened:
                     self.place = Place(**json.loads(opened.metadata()["place"]))
-                tensors = load_file(file)
+                    tensors = load_file(file)
             except (SafetensorError, KeyError, TypeError, ValueError) as error:
                 raise SettingsError(f"{file}: is damaged ({error}); remove it to train from the start") from None
             self.drafter.load({key: tensors[f"drafter/{key}"] for key in self.drafter.tensors()})
