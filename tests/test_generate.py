@@ -233,6 +233,7 @@ def test_sampling_depends_on_the_seed_alone(command):
         (["--prompt", "a", "--stop-token-id", "-1"], "--stop-token-id -1: "),
         (["--prompt", "a", "--device", "tpu"], "--device tpu: choose cpu, cuda or auto"),
         (["--prompt", "a", "--raw", "--system", "b"], "--system"),
+        (["--prompt", "a", "--no-draft", "--draft-tree", "31"], "--draft-tree and --no-draft"),
         (["--prompt", os.fsdecode(b"\xff")], "not valid UTF-8"),
     ],
 )

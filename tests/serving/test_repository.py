@@ -254,6 +254,8 @@ def test_deploy_writes_a_repository_and_refuses_what_is_no_engine(tiny_engine, t
     assert str(tmp_path / "repository") in printed
     assert not config(tmp_path / "repository", "ensemble").model_transaction_policy.decoupled
     assert "not an engine directory" in refusal("deploy", "--engine", tmp_path, "--output", tmp_path / "other")
+    share = refusal("deploy", "--engine", tmp_path, "--output", tmp_path / "other", "--harvest-share", "0.5")
+    assert share == "error: --harvest-share goes with --harvest DIR"
     assert "warning" not in printed
     spaced = run("deploy", "--engine", tiny_engine, "--output", tmp_path / "a repository")
     assert spaced.exit_code == 0

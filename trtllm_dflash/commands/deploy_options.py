@@ -7,7 +7,8 @@ import click
 
 from trtllm_dflash.commands.draft_tree_option import draft_tree_option
 from trtllm_dflash.commands.kernels_option import kernels_option
-from trtllm_dflash.commands.settings import given, validated
+from trtllm_dflash.commands.settings import flag_of, given, validated
+from trtllm_dflash.errors import SettingsError
 
 if TYPE_CHECKING:
     from trtllm_dflash.serving.repository import DeploySettings
@@ -65,4 +66,8 @@ def deploy_settings(no_draft: bool, flags: Mapping[str, Any]) -> "DeploySettings
     """
     from trtllm_dflash.serving.repository import DeploySettings
 
-    return validated(DeploySettings, {**given(flags), **({"draft": False} if no_draft else {})})
+    values = given(flags)
+    for name in ("harvest_share", "harvest_mb"):
+        if name in values and "harvest" not in values:
+            raise SettingsError(f"{flag_of(name)} goes with --harvest DIR")
+    return validated(DeploySettings, {**values, **({"draft": False} if no_draft else {})})

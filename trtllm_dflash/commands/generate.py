@@ -65,6 +65,8 @@ def generate(
     params = validated(SamplingParams, given(flags))
     if system is not None and not chat:
         raise SettingsError("--system: a raw prompt has no system message; leave out --raw")
+    if no_draft and draft_tree is not None:
+        raise SettingsError("--draft-tree and --no-draft: give one of them")
     texts = read_prompts(prompt, prompts)
     tp = read_config(engine).tp
     if tp > 1 and launched_rank() is None:
