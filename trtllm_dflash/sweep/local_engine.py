@@ -81,6 +81,7 @@ def open_local_engine(settings: SweepSettings) -> Iterator[LocalEngine | None]:
     """
     device = pick_device(settings.device or "auto")
     config = _random_engine(settings, device) if settings.engine is None else read_config(settings.engine)
+    _check_lengths(settings, config)
     acceptance, kernels = _acceptance(settings, config), settings.kernels or "auto"
     draft_length = "auto" if settings.draft_length is None else settings.draft_length
     tree = tree_beside(settings.draft_tree or "auto", draft_length, config.block_size)
@@ -110,10 +111,6 @@ def open_local_engine(settings: SweepSettings) -> Iterator[LocalEngine | None]:
             service.close()
     finally:
         llm.close()
-
-
-def _lengths(settings: SweepSettings) -> tuple[tuple[str, int | None], ...]:
-    return ("prompt", settings.prompt_tokens), ("output", settings.output_tokens)
 
 
 def ranks_of(settings: SweepSettings) -> int:
@@ -176,11 +173,14 @@ def _acceptance(settings: SweepSettings, config: EngineConfig) -> ImposedAccepta
     return ImposedAcceptance(settings.simulate_acceptance, config.block_size)
 
 
-def _dataset(settings: SweepSettings, config: EngineConfig) -> Dataset:
-    tokens = (settings.prompt_tokens or 1) + (settings.output_tokens or 1)
-    if tokens > config.max_seq_len:
-        asked = [f"--{name}-tokens {n}" for name, n in _lengths(settings) if n is not None]
+def _check_lengths(settings: SweepSettings, config: EngineConfig) -> None:
+    prompt, output = settings.prompt_tokens, settings.output_tokens
+    if (prompt or 1) + (output or 1) > config.max_seq_len:
+        asked = [f"--{name}-tokens {n}" for name, n in (("prompt", prompt), ("output", output)) if n is not None]
         raise SettingsError(f"{' and '.join(asked)}: the engine's --max-seq-len {config.max_seq_len} holds no more")
+
+
+def _dataset(settings: SweepSettings, config: EngineConfig) -> Dataset:
     if settings.prompt_tokens is not None:
         vocabulary = config.target.vocab_size
         return random_dataset(_RANDOM_SAMPLES, settings.prompt_tokens, vocabulary, settings.seed)
