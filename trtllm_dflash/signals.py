@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -43,17 +43,24 @@ def leaving_on_interrupt() -> Iterator[None]:
 
 
 @contextmanager
-def holding_signals() -> Iterator[None]:
+def holding_signals(then: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Holds Ctrl-C and SIGTERM back until the end, where their handlers hear them.
 
     For calls of libraries that make another error of the exception that a handler raises inside them.
+
+    Args:
+        then: called at once when one comes; raises nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     came: list[int] = []
-    heard = [number for number in (signal.SIGINT, signal.SIGTERM) if callable(signal.getsignal(number))]
-    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in heard}
+
+    def hold(number: int, frame: object) -> None:
+        came.append(number)
+        then()
+
+    before = {number: signal.signal(number, hold) for number in (signal.SIGINT, signal.SIGTERM) if is_heard(number)}
     try:
         yield
     finally:

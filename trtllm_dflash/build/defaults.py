@@ -4,7 +4,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
-from trtllm_dflash.build.settings import DEFAULT_MAX_SEQ_LEN, DEFAULTS_OF_TENSORRT, BuildSettings, flag_of_tensorrt
+from trtllm_dflash.build.settings import DEFAULT_MAX_SEQ_LEN, BuildSettings, flag_of_tensorrt
 from trtllm_dflash.build.tensorrt_compiler import compile_target
 from trtllm_dflash.catalog import ServingLimits
 from trtllm_dflash.cost.gpus import GPU, GPUS, capability, present_gpu
@@ -40,11 +40,9 @@ def choose_backend(settings: BuildSettings, target: DecoderConfig) -> BackendCho
     gpu, why = _compiled_for(settings, target)
     if gpu is not None:
         return BackendChoice("tensorrt", gpu, why)
-    for name, default in DEFAULTS_OF_TENSORRT.items():
-        if getattr(settings, name) != default:
-            raise SettingsError(
-                f"{flag_of_tensorrt(name)} is a setting of --backend tensorrt; here it is torch, since {why}"
-            )
+    flag = flag_of_tensorrt(settings)
+    if flag is not None:
+        raise SettingsError(f"{flag} is a setting of --backend tensorrt; here it is torch, since {why}")
     return BackendChoice("torch", settings.gpu, why)
 
 

@@ -139,11 +139,12 @@ def _write_drafter(engine: Path, config: EngineConfig, ranks: list[Any], folder:
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         yield from _whole(_drafter_weights(config), ranks, "writing drafter", progress)
         if own_vocabulary:
-            ids = _read(ranks[0], DRAFT_TO_TARGET)
-            assert ids is not None
+            held = _read(ranks[0], DRAFT_TO_TARGET)
+            assert held is not None
+            ids = held.long()
             drafted = torch.zeros(drafter.vocab_size, dtype=torch.bool)
-            drafted[ids.long()] = True
-            yield "d2t", ids.long() - torch.arange(len(ids))
+            drafted[ids] = True
+            yield "d2t", ids - torch.arange(len(ids))
             yield "t2d", drafted
 
     _save(tensors(), folder)

@@ -15,7 +15,6 @@ from trtllm_dflash.build.precision import PrecisionChoice, check_sides, choose_p
 from trtllm_dflash.build.settings import (
     DEFAULT_MAX_BATCH,
     DEFAULT_MAX_SEQ_LEN,
-    DEFAULTS_OF_TENSORRT,
     BuildSettings,
     flag_of_tensorrt,
 )
@@ -358,9 +357,9 @@ def _check_tensorrt_settings(settings: BuildSettings, models: PlannedModels) -> 
         if settings.precision == "fp32":
             raise SettingsError("--precision fp32: TensorRT has no fused attention in FP32; use bf16 or fp16")
         return
-    for name, default in DEFAULTS_OF_TENSORRT.items():
-        if getattr(settings, name) != default:
-            raise SettingsError(f"{flag_of_tensorrt(name)} is a setting of --backend tensorrt, not of torch")
+    flag = flag_of_tensorrt(settings)
+    if flag is not None:
+        raise SettingsError(f"{flag} is a setting of --backend tensorrt, not of torch")
 
 
 def _check_trees(config: EngineConfig) -> None:

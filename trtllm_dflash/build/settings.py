@@ -75,6 +75,9 @@ DEFAULTS_OF_TENSORRT: dict[str, Any] = {
 }
 
 
-def flag_of_tensorrt(name: str) -> str:
-    """The flag that gives one of these settings another value than its default."""
-    return "--greedy" if name == "sampling" else f"--{name.replace('_', '-')}"
+def flag_of_tensorrt(settings: BuildSettings) -> str | None:
+    """The first flag that gives one of these settings another value than its default; None: there is none."""
+    for name, default in DEFAULTS_OF_TENSORRT.items():
+        if getattr(settings, name) != default:
+            return "--greedy" if name == "sampling" else f"--{name.replace('_', '-')}"
+    return None

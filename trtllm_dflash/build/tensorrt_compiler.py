@@ -1,11 +1,11 @@
 """Compiles a rank's step into a TensorRT plan: settings, progress, the log, and refusals in our own words."""
 
 import os
-import signal
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,7 +21,7 @@ from trtllm_dflash.ops.tensorrt_attention import MOST_FUSED
 from trtllm_dflash.ops.tensorrt_delta_net import STATE_LENGTH
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.ops.transcoded import Transcoded
-from trtllm_dflash.signals import is_heard
+from trtllm_dflash.signals import holding_signals
 
 MIB = 1 << 20
 
@@ -76,7 +76,8 @@ def compile_rank(
             load_timing_cache(options, cache)
         monitor = _monitor(trt, f"rank {rank}" if config.tp > 1 else "engine", progress)
         options.progress_monitor = monitor
-        with _cancelled_by_signals(monitor):
+        # They cancel at TensorRT's next step, and no exception passes through it.
+        with holding_signals(partial(setattr, monitor, "is_cancelled", True)):
             plan = builder.build_serialized_network(step.network, options)
         if monitor.is_cancelled:
             raise KeyboardInterrupt
@@ -206,29 +207,6 @@ def _monitor(trt: Any, what: str, progress: Progress) -> Any:
                     progress(what, self.outermost[1], self.outermost[1])
 
     return Monitor()
-
-
-@contextmanager
-def _cancelled_by_signals(monitor: Any) -> Iterator[None]:
-    """Lets SIGINT and SIGTERM cancel at TensorRT's next step, before their own effect; no exception passes through."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    came: list[int] = []
-
-    def cancel(number: int, frame: object) -> None:
-        monitor.is_cancelled = True
-        came.append(number)
-
-    before = {n: signal.signal(n, cancel) for n in (signal.SIGINT, signal.SIGTERM) if is_heard(n)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if came:
-        signal.raise_signal(came[0])
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -131,15 +131,11 @@ class CheckpointFolder:
         try:
             now = file.stat()
             opened = _opened(file, now.st_size, now.st_mtime_ns)
-            if dimension is None and matrix is None:
-                with holding_signals():
-                    whole: torch.Tensor = opened.get_tensor(key)
-                return whole
             places: tuple[slice, ...] = () if matrix is None else (slice(matrix, matrix + 1),)
             if dimension is not None:
                 places += (slice(None),) * dimension + (slice(first, last),)
             with holding_signals():
-                part: torch.Tensor = opened.get_slice(key)[places]
+                part: torch.Tensor = opened.get_slice(key)[places] if places else opened.get_tensor(key)
             return part if matrix is None else part[0]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: cannot read tensor {key} ({one_line(error)})") from None
