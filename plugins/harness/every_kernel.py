@@ -414,7 +414,9 @@ def experts(dtype: torch.dtype, weight: str) -> None:
     """Few and many rows; experts of which a rank has some; groups that share an expert; inputs of several units."""
     clamped = kernels.Routing(16, 0, 16, 4, True, (1.702, 7.0))
     softmax = kernels.Routing(16, 0, 16, 4, False)
-    mixture(dtype, weight, 3, 320, 96, clamped)
+    for rows in (1, 3):
+        mixture(dtype, weight, rows, 320, 96, clamped)
+    mixture(dtype, weight, 1, 2880, 96, kernels.Routing(32, 8, 8, 4, True))
     mixture(dtype, weight, 40, 320, 96, softmax, logits=torch.float32, biased=False)
     mixture(dtype, weight, 300, 64, 32, clamped, spread=0.0)
     mixture(dtype, weight, 8, 2880, 96, kernels.Routing(32, 8, 8, 4, True))
@@ -424,7 +426,8 @@ def experts(dtype: torch.dtype, weight: str) -> None:
     scaled = kernels.Routing(16, 0, 16, 4, True, gelu=True, scales=normal(16, dtype=dtype))
     for rows in (3, 9, 40, 130):
         mixture(dtype, weight, rows, 320, 96, scaled, biased=False)
-    mixture(dtype, weight, 3, 320, 96, kernels.Routing(256, 0, 256, 8, True, has_shared=True))
+    for rows in (1, 3):
+        mixture(dtype, weight, rows, 320, 96, kernels.Routing(256, 0, 256, 8, True, has_shared=True))
     mixture(dtype, weight, 300, 64, 32, kernels.Routing(16, 4, 8, 4, True, has_shared=True))
     correction = normal(256, dtype=torch.float32)
     for rows, logits, normalized in ((3, dtype, True), (40, torch.float32, False), (300, dtype, True)):

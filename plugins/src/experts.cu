@@ -3,8 +3,10 @@
 // Three kernels: both products, each over the groups that the routing makes (an expert, and up to a tile of the rows
 // that chose it), and the sum over each row's experts. Of up to 16 rows every block of the first product finds the
 // routing for itself; of more it is a kernel of one block. How the work is divided is decided on the device: every
-// multiprocessor reads equally much of the experts that were chosen, however many these are.
+// multiprocessor reads equally much of the experts that were chosen, however many these are. A row that is alone has
+// two kernels side by side, of weights in tiles: the second product adds up, too.
 #include "dflash_kernels.h"
+#include "experts_alone.cuh"
 #include "experts_launch.cuh"
 #include "experts_product.cuh"
 
@@ -63,21 +65,36 @@ bool do_blocks_route(dflash_moe_params const& p, Device const& device, int token
         && warps_that_fit(device, p.hidden, weight_of(p), tokens, sizeof(OwnRoute)) >= kLeastWarps;
 }
 
+// most_warps: of a block. Two blocks never share a multiprocessor, where they would take twice the others' time: each
+// has more than half of its shared memory.
 template <typename T, Weight kWeight, int kTokens, bool kGateUp>
-cudaError_t launch_product(
-    Product const& p, Chooser<kGateUp> const& chooser, Device const& device, int blocks, cudaStream_t stream)
+cudaError_t launch_product(Product const& p, Chooser<kGateUp> const& chooser, Device const& device, int blocks,
+    int most_warps, cudaStream_t stream)
 {
     constexpr auto kernel = product_kernel<T, kWeight, kTokens, kGateUp>;
-    cudaError_t const error = allow_shared_bytes<kernel>(device.shared_bytes);
+    cudaError_t error = allow_shared_bytes<kernel>(device.shared_bytes);
+    error = error ? error : share_multiprocessors<kernel>();
     if (error)
     {
         return error;
     }
     Layout const layout(p.inputs, kWeight);
     int const others = p.routes ? sizeof(OwnRoute) : 0;
-    int const warps = warps_that_fit(device, p.inputs, kWeight, kTokens, others);
-    int const bytes = warps * layout.warp_bytes + kTokens * layout.pitch + others;
+    int const warps = std::min(most_warps, warps_that_fit(device, p.inputs, kWeight, p.tokens, others));
+    int const needed = warps * layout.warp_bytes + p.tokens * layout.pitch + others;
+    int const bytes = std::min(device.shared_bytes, std::max(needed, device.all_bytes / 2 - device.own_bytes + 16));
     return launch_kernel(kernel, dim3(blocks), warps * 32, bytes, stream, p, chooser);
+}
+
+// The second product and the sum of a row that is alone.
+template <typename T, Weight kWeight>
+cudaError_t launch_alone(
+    dflash_moe_params const& p, Product const& down, AloneLayout const& layout, int blocks, cudaStream_t stream)
+{
+    constexpr auto kernel = alone_kernel<T, kWeight>;
+    cudaError_t error = allow_shared_bytes<kernel>(layout.most_bytes);
+    error = error ? error : share_multiprocessors<kernel>();
+    return error ? error : launch_kernel(kernel, dim3(blocks), layout.warps * 32, layout.bytes, stream, down, p);
 }
 
 // Lets a kernel ask ahead for the matrix of an expert of a product.
@@ -90,13 +107,22 @@ void ask_for(Product const& product, Weight weight, int expert, int place, Produ
     by.ahead_bytes[place] = static_cast<uint32_t>(bytes);
 }
 
+// Warps of the first product of a row that is alone, each with one of its block's granules: none that is idle takes the
+// room of a block of the second one.
+int warps_of_one(dflash_moe_params const& p, int blocks)
+{
+    int const granules = 2 * p.columns / kGranule, of_group = std::max(1, blocks / experts_of_row(p));
+    return std::clamp((granules + of_group - 1) / of_group, kLeastWarps, kMostWarps);
+}
+
 template <typename T, Weight kWeight, int kTokens>
 cudaError_t launch_products(
     dflash_moe_params const& p, Workspace const& space, Device const& device, bool routes, cudaStream_t stream)
 {
     Product gate_up = gate_up_product(p, space.route, p.x, space.h);
     gate_up.routes = routes;
-    Product const down = down_product(p, space.route, space.h, space.y);
+    Product down = down_product(p, space.route, space.h, space.y);
+    gate_up.tokens = down.tokens = kTokens == 8 ? std::min(p.rows, kTokens) : kTokens; // of 16, tiles are whole
     if (p.has_shared) // it is known before the routing is
     {
         ask_for(gate_up, kWeight, p.count, 0, gate_up);
@@ -105,12 +131,21 @@ cudaError_t launch_products(
     // The block of `route_kernel` fills a multiprocessor until it ends: nobody else would begin there before.
     bool const is_one_taken = p.rows <= kShortRows && !routes;
     int const blocks = is_one_taken ? std::max(1, device.processors - 1) : device.processors;
-    cudaError_t const error = launch_product<T, kWeight, kTokens, true>(gate_up, p, device, blocks, stream);
-    if (error)
+    AloneLayout const alone(p, device.processors, device.shared_bytes);
+    // Products of other weights wait for memory, not for their instructions: side by side they gain nothing.
+    bool const is_alone = is_tiled(kWeight) && p.rows == 1 && alone.warps > 0;
+    int const warps = is_alone ? warps_of_one(p, blocks) : kMostWarps;
+    cudaError_t error = launch_product<T, kWeight, kTokens, true>(gate_up, p, device, blocks, warps, stream);
+    if constexpr (is_tiled(kWeight))
     {
-        return error;
+        if (is_alone)
+        {
+            return error ? error : launch_alone<T, kWeight>(p, down, alone, device.processors, stream);
+        }
     }
-    return launch_product<T, kWeight, kTokens, false>(down, {}, device, device.processors, stream);
+    error = error ? error
+                  : launch_product<T, kWeight, kTokens, false>(down, {}, device, device.processors, kMostWarps, stream);
+    return error ? error : launch_sum<T>(p, space.route, space.y, stream);
 }
 
 template <typename T, int kTokens>
@@ -118,20 +153,19 @@ cudaError_t launch_moe(dflash_moe_params const& p, void* workspace, Device const
 {
     Workspace const space(p, workspace);
     bool const routes = do_blocks_route(p, device, kTokens);
-    cudaError_t error = routes ? cudaSuccess : launch_route(p, space.route, kTokens, stream);
+    cudaError_t const error = routes ? cudaSuccess : launch_route(p, space.route, kTokens, stream);
     if (error)
     {
         return error;
     }
     switch (weight_of(p))
     {
-    case Weight::kMxfp4: error = launch_products<T, Weight::kMxfp4, kTokens>(p, space, device, routes, stream); break;
-    case Weight::kFp8: error = launch_products<T, Weight::kFp8, kTokens>(p, space, device, routes, stream); break;
-    case Weight::kInt4: error = launch_products<T, Weight::kInt4, kTokens>(p, space, device, routes, stream); break;
-    case Weight::kNvfp4: error = launch_products<T, Weight::kNvfp4, kTokens>(p, space, device, routes, stream); break;
-    default: error = launch_products<T, Weight::kNumbers, kTokens>(p, space, device, routes, stream);
+    case Weight::kMxfp4: return launch_products<T, Weight::kMxfp4, kTokens>(p, space, device, routes, stream);
+    case Weight::kFp8: return launch_products<T, Weight::kFp8, kTokens>(p, space, device, routes, stream);
+    case Weight::kInt4: return launch_products<T, Weight::kInt4, kTokens>(p, space, device, routes, stream);
+    case Weight::kNvfp4: return launch_products<T, Weight::kNvfp4, kTokens>(p, space, device, routes, stream);
+    default: return launch_products<T, Weight::kNumbers, kTokens>(p, space, device, routes, stream);
     }
-    return error ? error : launch_sum<T>(p, space.route, space.y, stream);
 }
 
 bool do_fit(dflash_moe_params const& p, Device const& device, int tokens)

@@ -54,6 +54,8 @@ struct Device
 {
     int processors = 0;
     int shared_bytes = 0; // that a block can have
+    int own_bytes = 0; // that each block takes besides
+    int all_bytes = 0; // of a multiprocessor
     int major = 0; // of the compute capability
 
     cudaError_t read()
@@ -62,6 +64,8 @@ struct Device
         cudaError_t error = cudaGetDevice(&device);
         error = error ? error : cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
         error = error ? error : cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+        error = error ? error : cudaDeviceGetAttribute(&own_bytes, cudaDevAttrReservedSharedMemoryPerBlock, device);
+        error = error ? error : cudaDeviceGetAttribute(&all_bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
         return error ? error : cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     }
 };

@@ -20,7 +20,9 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, void const* from, boo
 
 // Loads a warp's granules into its ring: units of two tiles as they lie, or of 16 rows of 128 bytes, each second row's
 // halves swapped, and of INT4 their scales behind them. Of those a lane copies 16 bytes of every fourth row.
-template <Weight kWeight, bool kGateUp>
+//
+// Walk: says which granules these are, as `Cursor` does.
+template <Weight kWeight, bool kGateUp, typename Walk = Cursor>
 struct Weights
 {
     static constexpr int kUnitBytes = unit_bytes(kWeight);
@@ -32,15 +34,15 @@ struct Weights
     int64_t const gap;
     uint32_t const ring;
     uint32_t const at; // this lane's of a unit
-    Cursor cursor;
+    Walk cursor;
     int unit = 0;
     int slot = 0;
     char const* from = nullptr; // this lane's first of the granule, of tiles the first of the slab's
     int tile_stride = 0; // from a granule's tile to its next
     char const* scales_from = nullptr; // INT4's; of the first 16 lanes a row each
 
-    __device__ __forceinline__ Weights(Product const& p_, Layout const& layout_, Groups const& groups,
-        Share const& share, int lane_, unsigned char const* ring_)
+    __device__ __forceinline__ Weights(
+        Product const& p_, Layout const& layout_, Walk const& walk, int lane_, unsigned char const* ring_)
         : p(p_)
         , layout(layout_)
         , lane(lane_)
@@ -48,7 +50,7 @@ struct Weights
         , gap(Rows<kGateUp>::gap(p_))
         , ring(shared_address(ring_))
         , at(ring + lane / 8 * kLine + ((lane % 8) ^ (lane / 8 % 2 * 4)) * 16)
-        , cursor(groups, share)
+        , cursor(walk)
     {
     }
 

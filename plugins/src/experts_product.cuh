@@ -37,9 +37,9 @@ struct Mainloop
 
     Layout const& layout;
     unsigned char const* const ring;
-    unsigned char const* const inputs;
     int const quad;
     int const part;
+    unsigned char const* inputs; // this lane's first; of a token that is not there, the last one's
     int const blocks; // of 32 in a row
     uint32_t const at; // this lane's of a unit
     int slot = 0;
@@ -49,9 +49,9 @@ struct Mainloop
         Product const& p, Layout const& layout_, int lane, unsigned char const* ring_, unsigned char const* inputs_)
         : layout(layout_)
         , ring(ring_)
-        , inputs(inputs_)
         , quad(lane / 4)
         , part(lane % 4)
+        , inputs(inputs_ + min(quad, p.tokens - 1) * layout_.pitch + part * 16)
         , blocks(p.inputs / 32)
         , at(quad * kLine + (part ^ (quad % 2 * 4)) * 16)
     {
@@ -67,9 +67,9 @@ struct Mainloop
 
     // Adds to c the products of a granule and the first `tiles` tiles of tokens. The place of each unit that was read
     // goes to the unit after those on their way. Each half is read while the one before it is multiplied.
-    template <bool kGateUp>
-    __device__ __forceinline__ void multiply(
-        float (&c)[kTiles][4], int tiles, Weights<kWeight, kGateUp>& weights, [[maybe_unused]] Fp8Scales* fp8_scales)
+    template <bool kGateUp, typename Walk>
+    __device__ __forceinline__ void multiply(float (&c)[kTiles][4], int tiles, Weights<kWeight, kGateUp, Walk>& weights,
+        [[maybe_unused]] Fp8Scales* fp8_scales)
     {
         float sums[kTiles][4] = {};
         for (int unit = 0; unit < layout.units; ++unit)
@@ -118,7 +118,7 @@ struct Mainloop
     __device__ __forceinline__ void multiply_half(
         float (&c)[kTiles][4], [[maybe_unused]] float (&sums)[kTiles][4], int tiles, Fragment const& a, int step) const
     {
-        unsigned char const* const b = inputs + quad * layout.pitch + part * 16 + step * kStepBytes;
+        unsigned char const* const b = inputs + step * kStepBytes;
         if constexpr (is_tiled(kWeight))
         {
             multiply_tile(c, tiles, a, b);
@@ -367,7 +367,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
     int const warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     unsigned char* const ring = shared + warp * layout.warp_bytes;
     unsigned char* const inputs = shared + warps * layout.warp_bytes;
-    OwnRoute* const own = kGateUp && p.routes ? reinterpret_cast<OwnRoute*>(inputs + kTokens * layout.pitch) : nullptr;
+    OwnRoute* const own = kGateUp && p.routes ? reinterpret_cast<OwnRoute*>(inputs + p.tokens * layout.pitch) : nullptr;
     bool has_inputs = false;
     if constexpr (kGateUp)
     {
@@ -381,7 +381,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
     }
     Groups const groups(p.route, own);
     Share const share(p, groups);
-    Weights<kWeight, kGateUp> weights(p, layout, groups, share, lane, ring);
+    Weights<kWeight, kGateUp> weights(p, layout, Cursor(groups, share), lane, ring);
     // Units asked for ahead of the inputs. Those of a first product, which are there already, would come behind a whole
     // ring. Of INT4 a ring is small beside them, and the second product asks before it waits for its inputs.
     int const ahead = kGateUp && kWeight != Weight::kInt4 && !has_inputs ? kUnits / 2 : kUnits;

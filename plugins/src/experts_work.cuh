@@ -93,6 +93,7 @@ struct Product
     void* out; // of gate and up [pairs, outputs / 2]; of down [pairs, outputs]
     int inputs;
     int outputs;
+    int tokens; // whose inputs lie in shared memory
     bool is_by_block; // FP8's scales are of blocks of 128 by 128
     bool is_clamped;
     bool has_gelu;
