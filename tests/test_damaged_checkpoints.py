@@ -230,6 +230,16 @@ def test_a_chat_template_that_is_no_text_is_refused(tmp_path):
     assert says in refusal("launch", "--runtime", "vllm", "--target", str(target), *flags)
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json"])
+def test_half_a_chat_template_is_refused(name, tmp_path):
+    """It was built and served, and refused every conversation."""
+    target = make_target(tmp_path / "target")
+    half = "{% generation %}{{ x }}{% endgeneration %}\n{% if x"
+    (target / name).write_text(half if name.endswith("jinja") else json.dumps({"chat_template": half}))
+    line = refusal("build", "--target", str(target), "--output", str(tmp_path / "engine"))
+    assert f"{target / name}: the chat template's line 2: " in line and line.endswith("; download it again")
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"chat_template": "{% if'])
 def test_half_a_tokenizers_configuration_is_refused_by_name(content, tmp_path):
     target = make_target(tmp_path / "target")

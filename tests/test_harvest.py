@@ -75,6 +75,15 @@ def test_it_takes_its_share_and_no_more_than_its_size(tmp_path):
     assert 0 < (tmp_path / "full" / FILE).stat().st_size <= 2 * size
 
 
+def test_two_servers_do_not_harvest_into_one_folder(tmp_path):
+    """One whose disk is full cuts off what the other has written since."""
+    first = Harvest(tmp_path, 1, 10**6)
+    with pytest.raises(SettingsError, match=f"^--harvest {tmp_path}: another server harvests there"):
+        Harvest(tmp_path, 1, 10**6)
+    first.close()
+    Harvest(tmp_path, 1, 10**6).close()
+
+
 def test_replies_that_are_not_the_targets_own_are_left_out(tmp_path):
     harvest = Harvest(tmp_path, 1.0, 10**6)
     for params in (

@@ -1,4 +1,5 @@
 import re
+import shutil
 
 import pytest
 from google.protobuf import text_format  # type: ignore[import-untyped]
@@ -157,6 +158,8 @@ def test_a_folder_that_tritons_models_could_not_open_is_refused_by_its_flag(tiny
     assert refusal("deploy", "--engine", odd / "tiny", "--output", tmp_path / "r").startswith(f"error: --engine {odd}")
     with pytest.raises(SettingsError, match=f"^--harvest {odd}: .*ASCII"):
         render(tiny_engine, DeploySettings(harvest=str(odd)))
+    with pytest.raises(SettingsError, match="^--harvest /dev/null: is no folder"):
+        render(tiny_engine, DeploySettings(harvest="/dev/null"))
     monkeypatch.chdir(odd)
     render(tiny_engine, DeploySettings())  # without a harvest the working directory is no matter
 
@@ -199,6 +202,15 @@ def test_settings_reach_the_engine(tiny_engine):
         "harvest_share": "0.5",
         "harvest_mb": "7",
     }
+
+
+def test_an_engine_that_lost_a_file_is_refused(tiny_engine, tmp_path):
+    """It was deployed, and found when Triton loaded it."""
+    engine = tmp_path / "engine"
+    shutil.copytree(tiny_engine, engine)
+    (engine / "rank0.safetensors").unlink()
+    with pytest.raises(EngineError, match=f"^{engine}/rank0.safetensors: missing; build the engine again"):
+        deploy(engine, tmp_path / "repository", DeploySettings())
 
 
 def test_a_draft_length_beyond_the_block_is_refused(tiny_engine, tmp_path):
@@ -256,6 +268,9 @@ def test_deploy_writes_a_repository_and_refuses_what_is_no_engine(tiny_engine, t
     assert "not an engine directory" in refusal("deploy", "--engine", tmp_path, "--output", tmp_path / "other")
     share = refusal("deploy", "--engine", tmp_path, "--output", tmp_path / "other", "--harvest-share", "0.5")
     assert share == "error: --harvest-share goes with --harvest DIR"
+    for flag, value in (("--draft-length", "7"), ("--draft-tree", "31")):
+        both = refusal("deploy", "--engine", tmp_path, "--output", tmp_path / "other", "--no-draft", flag, value)
+        assert both == f"error: {flag} and --no-draft: give one of them"
     assert "warning" not in printed
     spaced = run("deploy", "--engine", tiny_engine, "--output", tmp_path / "a repository")
     assert spaced.exit_code == 0

@@ -42,6 +42,7 @@ from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.ops.tensorrt_plugin import has_plugin_layers
 from trtllm_dflash.pairs.prompts import PROMPTS
 from trtllm_dflash.session.trees import why_no_trees
+from trtllm_dflash.text.chat_template import check_syntax
 from trtllm_dflash.text.tokenizer import check_tokenizer
 
 
@@ -82,8 +83,11 @@ def open_checkpoints(settings: BuildSettings) -> Pair:
     pair = open_pair(resolve(settings.target), drafter)
     folder = pair.target_folder.path
     check_tokenizer(folder, pair.target_config.vocab_size)
-    if (folder / "tokenizer_config.json").is_file():
-        read_json(folder / "tokenizer_config.json")  # or only who loads the engine's tokenizer would hear of it
+    said = folder / "tokenizer_config.json"
+    if said.is_file():
+        template = read_json(said).get("chat_template")  # or only who loads the engine's tokenizer would hear of it
+        if isinstance(template, str):
+            check_syntax(template, said)
     return pair
 
 

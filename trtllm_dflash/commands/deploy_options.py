@@ -70,4 +70,7 @@ def deploy_settings(no_draft: bool, flags: Mapping[str, Any]) -> "DeploySettings
     for name in ("harvest_share", "harvest_mb"):
         if name in values and "harvest" not in values:
             raise SettingsError(f"{flag_of(name)} goes with --harvest DIR")
+    for name in ("draft_length", "draft_tree"):
+        if no_draft and name in values:
+            raise SettingsError(f"{flag_of(name)} and --no-draft: give one of them")
     return validated(DeploySettings, {**values, **({"draft": False} if no_draft else {})})

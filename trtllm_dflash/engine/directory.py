@@ -224,6 +224,17 @@ def check_file(path: Path, config: EngineConfig, name: str) -> Path:
     return file
 
 
+def check_present(path: Path, config: EngineConfig) -> None:
+    """Checks that all files of an engine are there; what is in them, who loads them checks.
+
+    Raises:
+        EngineError: one is missing.
+    """
+    for name in config.files:
+        if not (path / name).is_file():
+            raise EngineError(f"{path / name}: missing; build the engine again")
+
+
 def check_shared_files(path: Path, config: EngineConfig) -> None:
     """Checks the files that all ranks share: tokenizer and chat template.
 

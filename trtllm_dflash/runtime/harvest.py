@@ -5,6 +5,7 @@ unless its folder is named, the file is its owner's alone, and there is a share 
 """
 
 import errno
+import fcntl
 import json
 import logging
 import os
@@ -30,7 +31,7 @@ class Harvest:
         draw: draws numbers in [0, 1).
 
     Raises:
-        SettingsError: the folder cannot be written.
+        SettingsError: the folder cannot be written, or another process harvests there.
     """
 
     def __init__(self, folder: Path, share: float, most: int, draw: Callable[[], float] = random.random) -> None:
@@ -41,6 +42,13 @@ class Harvest:
         except OSError as error:
             raise SettingsError(f"--harvest {folder}: cannot be written ({error.strerror})") from None
         self._file = os.fdopen(handle, "ab", buffering=0)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two would cut off each other's replies
+        except BlockingIOError:
+            self.close()
+            raise SettingsError(f"--harvest {folder}: another server harvests there; give each its own") from None
+        except OSError:  # a file system without locks
+            pass
 
     def take(self, sequence: Sequence) -> None:
         """Writes a finished sequence, if it is drawn and there is room. A disk that fails ends the harvest alone.

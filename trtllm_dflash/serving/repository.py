@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from trtllm_dflash.engine.directory import not_replaced, read_config, written_aside
+from trtllm_dflash.engine.directory import check_present, not_replaced, read_config, written_aside
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.runtime.draft_length import check_draft_length
 from trtllm_dflash.runtime.settings import ServiceSettings
@@ -91,13 +91,16 @@ def render(engine: Path, settings: DeploySettings) -> dict[str, str]:
     """Renders the repository's files, as text by path, for an engine.
 
     Raises:
-        EngineError: it is no engine directory.
+        EngineError: it is no engine directory, or one without some of its files.
         SettingsError: it cannot draft so many tokens, or no such tree; or Triton's models cannot open a folder.
     """
     config = read_config(engine)
+    check_present(engine, config)
     for flag, place in (("--engine", str(engine)), ("--harvest", settings.harvest)):
         if place and not is_named(Path(place)):
             raise SettingsError(f"{flag} {place}: Triton's Python models open ASCII paths alone; link to it from one")
+    if settings.harvest and os.path.lexists(settings.harvest) and not os.path.isdir(settings.harvest):
+        raise SettingsError(f"--harvest {settings.harvest}: is no folder")
     check_draft_length(settings.draft_length, config.block_size)
     # Where `auto` finds a GPU, loading refuses trees.
     check_trees(config, settings.draft_tree, on_gpu=settings.device == "cuda")

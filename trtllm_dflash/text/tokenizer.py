@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 
 from trtllm_dflash.errors import CheckpointError, EngineError, LongPromptError, RequestError, one_line
+from trtllm_dflash.text.chat_template import check_syntax
 from trtllm_dflash.text.harmony import ARGUMENTS, Harmony
 from trtllm_dflash.text.reply.formats import (
     ChatFormat,
@@ -283,7 +284,9 @@ def check_tokenizer(folder: Path, vocabulary: int) -> None:
     for name in TOKENIZER_FILES:
         if os.path.lexists(folder / name) and not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is no file, nor a link to one; download it again")
-    read_template(folder)
+    template = read_template(folder)
+    if template is not None:
+        check_syntax(template, folder / "chat_template.jinja")
     file = folder / "tokenizer.json"
     if not file.is_file():
         return

@@ -1,0 +1,37 @@
+"""Chat templates as checkpoints have them: whether they are templates at all."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from jinja2 import Environment, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+
+from trtllm_dflash.errors import CheckpointError
+
+
+class _Generation(Extension):
+    """The tag by which transformers marks what an assistant says."""
+
+    tags: ClassVar[set[str]] = {"generation"}  # type: ignore[misc]  # as the library uses it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Parses what it encloses."""
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def check_syntax(template: str, file: Path) -> None:
+    """Checks that a chat template can be parsed, as transformers does it at the first conversation.
+
+    Args:
+        file: that it is of, for the error.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
+    try:
+        Environment(autoescape=False, extensions=[_Generation, "jinja2.ext.loopcontrols"]).parse(template)
+    except TemplateSyntaxError as error:
+        said = (error.message or "").rstrip(".")
+        raise CheckpointError(f"{file}: the chat template's line {error.lineno}: {said}; download it again") from None
