@@ -430,7 +430,8 @@ def experts(dtype: torch.dtype, weight: str) -> None:
         mixture(dtype, weight, rows, 320, 96, kernels.Routing(256, 0, 256, 8, True, has_shared=True))
     mixture(dtype, weight, 300, 64, 32, kernels.Routing(16, 4, 8, 4, True, has_shared=True))
     correction = normal(256, dtype=torch.float32)
-    for rows, logits, normalized in ((3, dtype, True), (40, torch.float32, False), (300, dtype, True)):
+    of_rows = ((1, dtype, True), (3, dtype, True), (40, torch.float32, False), (300, dtype, True))
+    for rows, logits, normalized in of_rows:
         routing = kernels.Routing(256, 8, 64, 8, normalized, correction=correction, scale=2.8)
         mixture(dtype, weight, rows, 128, 64, routing, logits)
 

@@ -88,13 +88,14 @@ cudaError_t launch_product(Product const& p, Chooser<kGateUp> const& chooser, De
 
 // The second product and the sum of a row that is alone.
 template <typename T, Weight kWeight>
-cudaError_t launch_alone(
-    dflash_moe_params const& p, Product const& down, AloneLayout const& layout, int blocks, cudaStream_t stream)
+cudaError_t launch_alone(dflash_moe_params const& p, Product const& down, AloneLayout const& layout,
+    Device const& device, cudaStream_t stream)
 {
     constexpr auto kernel = alone_kernel<T, kWeight>;
-    cudaError_t error = allow_shared_bytes<kernel>(layout.most_bytes);
+    cudaError_t error = allow_shared_bytes<kernel>(device.shared_bytes);
     error = error ? error : share_multiprocessors<kernel>();
-    return error ? error : launch_kernel(kernel, dim3(blocks), layout.warps * 32, layout.bytes, stream, down, p);
+    int const threads = layout.warps * 32;
+    return error ? error : launch_kernel(kernel, dim3(device.processors), threads, layout.bytes, stream, down, p);
 }
 
 // Lets a kernel ask ahead for the matrix of an expert of a product.
@@ -133,14 +134,14 @@ cudaError_t launch_products(
     int const blocks = is_one_taken ? std::max(1, device.processors - 1) : device.processors;
     AloneLayout const alone(p, device.processors, device.shared_bytes);
     // Products of other weights wait for memory, not for their instructions: side by side they gain nothing.
-    bool const is_alone = is_tiled(kWeight) && p.rows == 1 && alone.warps > 0;
+    bool const is_alone = is_tiled(kWeight) && p.rows == 1 && alone.fits;
     int const warps = is_alone ? warps_of_one(p, blocks) : kMostWarps;
     cudaError_t error = launch_product<T, kWeight, kTokens, true>(gate_up, p, device, blocks, warps, stream);
     if constexpr (is_tiled(kWeight))
     {
         if (is_alone)
         {
-            return error ? error : launch_alone<T, kWeight>(p, down, alone, device.processors, stream);
+            return error ? error : launch_alone<T, kWeight>(p, down, alone, device, stream);
         }
     }
     error = error ? error

@@ -93,12 +93,11 @@ struct AloneSums
 // The warps and the shared memory of a block, by the one with most to do.
 struct AloneLayout
 {
-    int const most_bytes; // that a block can have
-    int warps; // 0 or less: they do not fit
+    int warps;
     int bytes;
+    bool fits; // with as many warps as are worth it
 
     AloneLayout(dflash_moe_params const& p, int processors, int shared_bytes)
-        : most_bytes(shared_bytes)
     {
         Weight const weight = weight_of(p);
         Layout const layout(p.columns, weight);
@@ -107,6 +106,7 @@ struct AloneLayout
         int const others = experts * layout.pitch + static_cast<int>(sizeof(AloneSums) + numbers * sizeof(float));
         warps = std::min({kMostWarps, granules * experts, (shared_bytes - others) / layout.warp_bytes});
         bytes = warps * layout.warp_bytes + others;
+        fits = warps >= std::min(kLeastWarps, granules * experts);
     }
 };
 
@@ -125,7 +125,7 @@ __device__ __forceinline__ void load_groups(Product const& p, Layout const& layo
         {
             int const at = first + i * blockDim.x, group = at / chunks, chunk = at - group * chunks;
             bool const is_there = group < groups && chunk < there;
-            taken[i] = is_there ? static_cast<uint4 const*>(p.x)[group * there + chunk] : uint4{};
+            taken[i] = is_there ? load_new(static_cast<uint4 const*>(p.x) + group * there + chunk) : uint4{};
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i)

@@ -103,6 +103,8 @@ CASES = [
     Case(3, experts=256, first=200, count=56),
     *(Case(rows, experts=64, first=60, count=4) for rows in (1, 2)),  # few rows, if any, chose one of this rank's
     *(Case(rows, spread=0.0) for rows in (1, 13)),
+    Case(1, normalized=False),  # a kernel routes, and both products of one row begin behind it
+    Case(1, torch.float16, logits_dtype=torch.float32),
     Case(1, hidden=544, columns=160, experts=8, count=8, whole=True),
     Case(256, columns=736),  # a rank's columns: an odd number of blocks
     Case(512, hidden=512, columns=96, top_k=8),
@@ -243,6 +245,37 @@ def test_one_captured_moe_serves_any_routing(packed, many, poisoned):
         out.fill_(float("nan"))
         graph.replay()
         assert_close(out, moe_in_float64(case, weights, x, logits), case.dtype, roundings=3.0)
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [1, 8])
+def test_captured_behind_products_that_let_it_begin_it_follows_their_results(rows):
+    """One row's second product begins beside the first, when what it will read is still that of the layer before."""
+    case = Case(rows)
+    weights, *_ = make_kernel_inputs(case)
+    moe = moe_kernel(case.layer, Experts.of(weights, case.layer))
+    router = torch.randn(case.experts, case.hidden, device="cuda", dtype=case.dtype) / 8
+    norm = torch.ones(case.hidden, device="cuda", dtype=case.dtype)
+    given = torch.zeros(rows, case.hidden, device="cuda", dtype=case.dtype)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        stream = given
+        for _ in range(3):  # layers: what one of them leaves lies where the next one's will
+            x = kernels.rms_norm(stream[None], norm, 1e-6)[0]
+            logits = kernels.skinny_gemm(x, router)
+            before, stream = stream, moe(x, logits, None, stream)
+        return x, logits, before, stream
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        x, logits, before, out = step()
+    for seed in range(12):
+        torch.manual_seed(seed)
+        given.normal_()
+        graph.replay()
+        expected = moe_in_float64(case, weights, x, logits) + before.double()
+        assert_close(out, expected, case.dtype, roundings=3.0)
 
 
 @needs_kernels

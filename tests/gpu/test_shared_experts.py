@@ -151,7 +151,7 @@ def test_among_more_experts_than_the_kernels_choose_it_stays_apart(fp8):
     assert rowless_ops(loaded).add_mixture(layer, x[None], x[None], logits[None], gate[None]).pending is not None
 
 
-@pytest.mark.parametrize("case", [Case(40), replace(QWEN3_MOE, rows=7)], ids=str)
+@pytest.mark.parametrize("case", [Case(1), Case(40), replace(QWEN3_MOE, rows=7)], ids=str)
 def test_experts_without_a_shared_one_add_to_the_stream(case, poisoned):
     weights, x, logits = make_kernel_inputs(case)
     stream = torch.randn_like(x)

@@ -158,7 +158,7 @@ def test_a_folder_that_tritons_models_could_not_open_is_refused_by_its_flag(tiny
     assert refusal("deploy", "--engine", odd / "tiny", "--output", tmp_path / "r").startswith(f"error: --engine {odd}")
     with pytest.raises(SettingsError, match=f"^--harvest {odd}: .*ASCII"):
         render(tiny_engine, DeploySettings(harvest=str(odd)))
-    with pytest.raises(SettingsError, match="^--harvest /dev/null: is no folder"):
+    with pytest.raises(SettingsError, match=r"^--harvest /dev/null: is no folder$"):
         render(tiny_engine, DeploySettings(harvest="/dev/null"))
     monkeypatch.chdir(odd)
     render(tiny_engine, DeploySettings())  # without a harvest the working directory is no matter
