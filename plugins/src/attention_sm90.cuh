@@ -11,6 +11,7 @@
 #include "attention_work.cuh"
 #include "instructions.cuh"
 #include "launch.cuh"
+#include "tensor_map.cuh"
 #include "wgmma.cuh"
 
 #include <cuda.h>
@@ -34,8 +35,6 @@ constexpr bool kGivesRegisters = D > 128;
 
 template <int D>
 constexpr int kThreads = kConsumers + (kGivesRegisters<D> ? 128 : 32);
-
-constexpr int kAtom = 64; // numbers, 128 bytes: the longest row of shared memory that products read with one swizzle
 
 // What lies in shared memory: tiles of keys and values, queries, the box through which warpgroups merge, barriers.
 template <int D, bool kSharedTiles>

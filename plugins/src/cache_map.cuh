@@ -7,8 +7,6 @@
 namespace dflash
 {
 
-constexpr int kCacheAtom = 64; // numbers, 128 bytes: a row of a box
-
 inline CUtensorMapDataType map_type_of(dflash_attention_params const& p)
 {
     return p.dtype == DFLASH_FP16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
@@ -24,9 +22,9 @@ inline cudaError_t map_cache(
     // The stride of the only page, or head, may be any number.
     auto const bytes = [&](int count, int64_t stride) { return 2 * (count > 1 ? stride : size * rows); };
     return map_tiles<5>(map_type_of(p), CU_TENSOR_MAP_L2_PROMOTION_L2_128B, cache,
-        {kCacheAtom, rows, size / kCacheAtom, static_cast<cuuint64_t>(p.kv_heads), static_cast<cuuint64_t>(pages)},
-        {2 * size, 2 * kCacheAtom, bytes(p.kv_heads, p.cache_head_stride), bytes(pages, p.cache_slot_stride)},
-        {kCacheAtom, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(box_columns / kCacheAtom), 1, 1}, map);
+        {kAtom, rows, size / kAtom, static_cast<cuuint64_t>(p.kv_heads), static_cast<cuuint64_t>(pages)},
+        {2 * size, 2 * kAtom, bytes(p.kv_heads, p.cache_head_stride), bytes(pages, p.cache_slot_stride)},
+        {kAtom, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(box_columns / kAtom), 1, 1}, map);
 }
 
 } // namespace dflash

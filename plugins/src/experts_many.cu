@@ -320,11 +320,11 @@ cudaError_t map_weight(Product const& p, int experts, int units, CUtensorMap& ma
 template <Lines kLines>
 cudaError_t map_inputs(void const* x, int pitch, size_t pairs, int tokens, CUtensorMap& map)
 {
-    constexpr cuuint64_t kAtomBytes = many::kAtom * 2;
+    constexpr cuuint64_t kAtomBytes = kAtom * 2;
     cuuint64_t const row_bytes = 2 * static_cast<cuuint64_t>(pitch);
     return map_tiles<3>(CU_TENSOR_MAP_DATA_TYPE_UINT16, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, x,
-        {many::kAtom, pairs, row_bytes / kAtomBytes}, {row_bytes, kAtomBytes},
-        {many::kAtom, static_cast<cuuint32_t>(tokens), many::Stage<kLines>::kAtoms}, map);
+        {kAtom, pairs, row_bytes / kAtomBytes}, {row_bytes, kAtomBytes},
+        {kAtom, static_cast<cuuint32_t>(tokens), many::Stage<kLines>::kAtoms}, map);
 }
 
 template <Lines kLines>

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "experts_work.cuh"
+#include "tensor_map.cuh"
 
 #include <cuda.h>
 
@@ -20,7 +21,6 @@ constexpr int kUnitGranules = kUnitRows / kGranule; // a warp's each
 constexpr int kBoxTokens = 16; // tokens are copied in sixteens
 constexpr int kAloneTokens = 16; // up to which warps multiply tiles alone
 constexpr int kBoxes = kTokens / kBoxTokens; // sizes of copies
-constexpr int kAtom = 64; // inputs of a token that lie together: 128 bytes
 constexpr int kMostStages = 8;
 constexpr int kLeastStages = 3;
 // Stages whose weights a first product asks for ahead of its inputs, which would come behind the weights of all.

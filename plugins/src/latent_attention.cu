@@ -72,8 +72,8 @@ cudaError_t map_rows(dflash_attention_params const& p, CUtensorMap& map)
     auto const rows = static_cast<cuuint64_t>(p.cache_rows);
     auto const slot_bytes = 2 * (p.slots > 1 ? static_cast<cuuint64_t>(p.cache_slot_stride) : rows * kLatentRow);
     return map_tiles<5>(p.dtype == DFLASH_FP16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, p.keys, {sm90::kAtom, rows, kColumns, 1, static_cast<cuuint64_t>(p.slots)},
-        {2 * kLatentRow, 2 * sm90::kAtom, slot_bytes, slot_bytes}, {sm90::kAtom, kTile, kColumns, 1, 1}, map);
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, p.keys, {kAtom, rows, kColumns, 1, static_cast<cuuint64_t>(p.slots)},
+        {2 * kLatentRow, 2 * kAtom, slot_bytes, slot_bytes}, {kAtom, kTile, kColumns, 1, 1}, map);
 }
 
 template <typename T>

@@ -4,6 +4,7 @@
 
 #include "instructions.cuh"
 #include "prompt_attention_work.cuh"
+#include "tensor_map.cuh"
 
 #include <cuda.h>
 
@@ -13,7 +14,6 @@ namespace prompts
 {
 
 constexpr int kConsumers = 256; // threads that compute
-constexpr int kAtom = 64; // numbers, 128 bytes: the longest row of shared memory that products read with one swizzle
 
 // What lies in shared memory: a ring of tiles, keys and values by turns, the queries of two items, barriers, the items.
 template <int D>

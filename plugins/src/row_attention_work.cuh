@@ -3,6 +3,7 @@
 
 #include "attention_work.cuh"
 #include "dflash_kernels.h"
+#include "tensor_map.cuh"
 
 namespace dflash
 {
@@ -27,7 +28,6 @@ namespace row
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kHeads = 8; // columns of a product
-constexpr int kAtom = 64; // numbers, 128 bytes: what is swizzled
 constexpr int kMostCluster = DFLASH_ROW_ARRIVALS; // blocks
 constexpr unsigned kAll = 0xffffffffu;
 

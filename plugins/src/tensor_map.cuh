@@ -10,6 +10,10 @@
 namespace dflash
 {
 
+// Numbers of 16 bits in 128 bytes: a row of a box, and the longest of shared memory that products read with one
+// swizzle.
+constexpr int kAtom = 64;
+
 // The driver's function that encodes tensor maps, found at the first call: the library is not linked with the driver's,
 // for it loads where there is none. A failed search is not remembered.
 inline cudaError_t find_encoder(PFN_cuTensorMapEncodeTiled_v12000& encode)
