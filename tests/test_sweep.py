@@ -24,7 +24,7 @@ from trtllm_dflash.sweep.dataset import Dataset, Sample, read_dataset
 from trtllm_dflash.sweep.load import Reply
 from trtllm_dflash.sweep.pareto import Measured, compare, frontier, measured, rate_at
 from trtllm_dflash.sweep.plots import plot_acceptance
-from trtllm_dflash.sweep.report import read_plan
+from trtllm_dflash.sweep.report import notes, read_plan
 from trtllm_dflash.sweep.results import read_results
 from trtllm_dflash.sweep.runtime_metrics import Drafts, Reading
 from trtllm_dflash.sweep.settings import SweepSettings
@@ -358,6 +358,18 @@ def test_imposed_acceptance_is_served_and_said_to_be_imposed(swept):
     page = (folder / "report.html").read_text()
     assert "imposed, not measured" in page
     assert "random tokens" in page
+
+
+def test_a_server_that_ends_replies_sooner_than_asked_is_said_to(swept):
+    """One that does not know `ignore_eos`: its figures are of shorter replies than the other arm's."""
+    results = read_results(swept[0])
+    assert not any("a reply" in note for note in notes(results))
+    points = [
+        point.model_copy(update={"mean_output_tokens": 17.25}) for point in results.points if point.arm == "draft"
+    ]
+    kept = [point for point in results.points if point.arm == "plain"]
+    [note] = [note for note in notes(results.model_copy(update={"points": kept + points})) if "a reply" in note]
+    assert note.startswith("tokens a reply, of 24 asked for: draft 17.25; its server ends replies sooner")
 
 
 def test_results_say_what_they_are_and_name_no_place_of_the_machine(swept):

@@ -187,6 +187,15 @@ def notes(run: Results) -> list[str]:
     if failed:
         first = next(error for point in run.points for error in point.errors)
         found.append(f"{failed} requests failed; the first: {first}")
+    asked, short = run.asked.get("output_tokens") or 0, dict[str, float]()
+    for point in run.points:
+        if point.requests and point.mean_output_tokens < 0.995 * asked:
+            short[point.arm] = min(point.mean_output_tokens, short.get(point.arm, asked))
+    if short:
+        had = "; ".join(f"{arm} {tokens:.4g}" for arm, tokens in short.items())
+        found.append(
+            f"tokens a reply, of {asked} asked for: {had}; its server ends replies sooner, and is measured on less"
+        )
     if not run.complete:
         found.append("the sweep was interrupted: --resume measures what is missing")
     late = max((point.late.p99 for point in run.points if point.late is not None), default=0.0)
