@@ -397,6 +397,13 @@ def test_several_nodes_need_the_first_ones_address(runtime):
     assert "--head ADDRESS" in refused(runtime, "--model", "qwen3-8b", "--tp", "16", "--nodes", "2")
 
 
+def test_an_address_of_the_first_node_that_nobody_asks_for_is_refused():
+    head = ("--head", "10.0.0.1")
+    assert "--head 10.0.0.1: there is one node; see --nodes" in refused("vllm", "--model", "qwen3-8b", *head)
+    two = ("--model", "qwen3-8b", "--tp", "16", "--nodes", "2", *head)
+    assert "--head 10.0.0.1: TensorRT-LLM's ranks are MPI's to find" in refused("tensorrt-llm", *two)
+
+
 @pytest.mark.parametrize("flag", ["--host", "--head"])
 @pytest.mark.parametrize("address", ["", "a b", "a;b"])
 def test_an_address_is_one_word(flag, address):

@@ -377,6 +377,9 @@ def _check_nodes(settings: LaunchSettings) -> None:
         raise SettingsError(f"--tp {settings.tp}: {ranks} GPUs are more than a node has; say over how many: --nodes")
     if settings.node_rank >= settings.nodes:
         raise SettingsError(f"--node-rank {settings.node_rank}: nodes count from 0 to {settings.nodes - 1}")
+    if settings.head is not None and (settings.nodes == 1 or settings.runtime == "tensorrt-llm"):
+        why = "there is one node; see --nodes" if settings.nodes == 1 else "TensorRT-LLM's ranks are MPI's to find"
+        raise SettingsError(f"--head {settings.head}: {why}")
     if settings.nodes > 1 and settings.runtime != "tensorrt-llm" and settings.head is None:
         raise SettingsError(f"--nodes {settings.nodes}: say where the first node is: --head ADDRESS")
 
