@@ -540,13 +540,14 @@ def test_two_ranks_end_in_order(two_ranks, tmp_path):
 
 def test_a_rank_that_does_not_load_is_one_line(two_ranks, tmp_path):
     engine = shutil.copytree(two_ranks, tmp_path / "engine")
-    (engine / "rank1.safetensors").unlink()
-    with serve("--engine", engine, "--repository", engine_alone(engine, tmp_path / "models")) as run:
+    models = engine_alone(engine, tmp_path / "models")
+    with (engine / "rank1.safetensors").open("ab") as file:
+        file.truncate(1000)
+    with serve("--engine", engine, "--repository", models) as run:
         code, errors = run.ends()
         assert code == 1
-        assert re.fullmatch(
-            r"error: \S+rank1.safetensors: missing; build the engine again; the server's log: \S+\n", errors
-        )
+        said = "its digest is not the one in config.json; the file changed: build the engine again"
+        assert re.fullmatch(rf"error: \S+rank1.safetensors: {said}; the server's log: \S+\n", errors)
         wait_until(run.leaves_nothing, "nothing of it is left")
 
 
