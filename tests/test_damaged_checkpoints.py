@@ -41,6 +41,7 @@ PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
             for value in (NAN, INFINITY)
         ],
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1, "factor": 2.0}}, "rope_theta 1"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1e308}}, "beta_fast"),
         ({"max_position_embeddings": 1}, "max_positions"),
         ({"num_hidden_layers": 10**12}, "layers"),  # was listed without end
     ],

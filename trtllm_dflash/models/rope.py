@@ -9,6 +9,8 @@ from trtllm_dflash.errors import CheckpointError
 
 #: A finite one: it is divided by, its logarithm or root is taken, or it has no meaning otherwise.
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+#: Full turns over a model's positions: far more than any has, and whose angle is a number.
+Turns = Annotated[float, Field(gt=0, le=2**31, allow_inf_nan=False)]
 
 
 class RopeConfig(BaseModel):
@@ -24,8 +26,8 @@ class RopeConfig(BaseModel):
     original_max_positions: PositiveInt = 8192
     rotary_size: PositiveInt | None = None  # a head's first dimensions, which alone are rotated; None: all
     # YaRN's alone:
-    beta_fast: PositiveNumber = 32.0  # turns over the original positions, from which on a frequency is kept
-    beta_slow: PositiveNumber = 1.0  # and below which it is slowed by the whole factor
+    beta_fast: Turns = 32.0  # turns over the original positions, from which on a frequency is kept
+    beta_slow: Turns = 1.0  # and below which it is slowed by the whole factor
     truncate: bool = True  # the bounds between the two are whole dimensions
     attention_factor: float = 1.0  # of cos and sin, so that its square is of every score
     share: Annotated[float, Field(gt=0, le=1)] = 1.0  # proportional's alone: of a head's pairs, the first so many turn
