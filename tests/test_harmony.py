@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 from collections.abc import AsyncIterator
 from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from openai_harmony import StreamableParser
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.checkpoints import make_gpt_oss
@@ -18,6 +20,7 @@ from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import EngineError, LongPromptError, RequestError
 from trtllm_dflash.runtime.intake import Intake
 from trtllm_dflash.serving.client import Piece, TokenRequest
+from trtllm_dflash.text import harmony
 from trtllm_dflash.text.grammar import Grammars
 from trtllm_dflash.text.reply.call_grammar import call_grammar
 from trtllm_dflash.text.reply.grammar_terms import Callee, form_of
@@ -145,6 +148,53 @@ def test_tools_and_their_calls_are_rendered_as_harmony(codec, encoding):
         codec.encode_chat(messages[1:2], date, tools=[WEATHER]), skip_special_tokens=False
     )
     assert codec.encode_chat(messages[1:2], date, tools=[]) == codec.encode_chat(messages[1:2], date)
+
+
+WORD = "x" * 3000
+CHINESE = "\uff0c".join(["这是一个很长的句子"] * 400)  # without blanks
+
+
+@pytest.mark.parametrize("text", [WORD, f"a {WORD} b", CHINESE, " " * 5000, "!" + "\n/" * 2000, "short", ""])
+def test_the_library_is_given_no_long_words_whose_square_it_takes(text):
+    """Half a million letters took it a minute, in which Python did nothing else: no reply of anybody went on."""
+    parts = list(harmony._parts(text))
+    assert "".join(parts) == text
+    assert all(len(word) <= 1024 for part in parts for word in re.findall(r"[^\s\d]+|\s+|[\r\n/]+", part))
+
+
+def test_a_cut_word_is_the_same_text_and_where_it_ends_in_signs_the_same_tokens(codec, monkeypatch):
+    said = [{"role": "system", "content": f"Be brief. {WORD} end"}, {"role": "user", "content": CHINESE}]
+    decoded = codec._harmony._encoding.decode
+    for tools in ((), [WEATHER]):
+        ids, chinese = (codec.encode_chat(messages, tools=tools) for messages in (said, said[1:]))
+        with monkeypatch.context() as uncut:
+            uncut.setattr(harmony, "_LONG_WORD", re.compile("(?!)"))
+            assert decoded(ids) == decoded(codec.encode_chat(said, tools=tools))
+            assert chinese == codec.encode_chat(said[1:], tools=tools)
+
+
+def test_long_words_that_cannot_be_cut_are_refused(codec):
+    messages = [{"role": "user", "content": "Hi"}]
+    for tool in (function("f", None, WORD * 2), function("f", {"type": "object", "properties": {WORD * 2: {}}})):
+        with pytest.raises(RequestError, match="a word of more than 4096 characters in what describes a function"):
+            codec.encode_chat(messages, tools=[tool])
+    for name in ("model_identity", "conversation_start_date"):
+        with pytest.raises(RequestError, match=f"chat argument '{name}' is longer than 4096 characters"):
+            codec.encode_chat(messages, {name: WORD * 2})
+
+
+def test_the_library_is_asked_for_its_state_at_special_tokens_alone(codec, encoding, monkeypatch):
+    """It writes all of a message's tokens out each time: of 32,000 that took 1.3 ms a token, of everybody's replies."""
+    asked = []
+    state = StreamableParser.state.fget
+    monkeypatch.setattr(StreamableParser, "state", property(lambda parser: asked.append(1) or state(parser)))
+    text = "<|channel|>analysis<|message|>" + "Well. " * 500 + "<|end|><|start|>assistant<|channel|>final<|message|>"
+    ids = tokens(encoding, text + "Yes. " * 500 + "<|return|>")
+    parser = codec.parser([], None)
+    parts = [part for token in ids for part in parser.read("", [token])] + parser.finish()
+    for kind, said in (("thinking", "Well. " * 500), ("content", "Yes. " * 500)):
+        assert "".join(part.text for part in parts if part.kind == kind) == said
+    assert len(asked) == 7  # as there are special tokens
 
 
 def test_a_schema_that_is_nested_too_deeply_is_refused(codec):

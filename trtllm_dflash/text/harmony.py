@@ -11,6 +11,7 @@ the file is written from that, and the library compares its digest with the one 
 import base64
 import json
 import os
+import re
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ from openai_harmony import (
     StreamableParser,
     StreamState,
     SystemContent,
+    TextContent,
     ToolDescription,
     load_harmony_encoding,
 )
@@ -53,6 +55,15 @@ _FINAL, _ANALYSIS, _COMMENTARY = "final", "analysis", "commentary"
 _FUNCTIONS = "functions."  # before a function's name
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _INSTRUCTORS = ("system", "developer")  # whose message is none where it is empty
+_LONG = 1024  # characters of a word: the library takes the square of their number, and all of Python waits for it
+_LONGEST = 4096  # where words cannot be cut
+# What the vocabulary's words are parts of: neither blanks nor digits, or blanks; and lines' ends with slashes.
+_LONG_WORD = re.compile(rf"[^\s\d]{{{_LONG + 1},}}|\s{{{_LONG + 1},}}|[\r\n/]{{{_LONG + 1},}}")
+_LONGEST_WORD = re.compile(rf"[^\s\d]{{{_LONGEST + 1}}}|\s{{{_LONGEST + 1}}}|[\r\n/]{{{_LONGEST + 1}}}")
+_END_OF_WORD = re.compile(r"(?<=[^\W\d_])(?=[^\w\s])")  # a letter, and what is none: one begins with that
+
+
+_USER, _ASSISTANT, _DEVELOPER = (Author(role=role) for role in (Role.USER, Role.ASSISTANT, Role.DEVELOPER))
 
 
 class Harmony:
@@ -131,6 +142,7 @@ class HarmonyParser(Parser):
         functions: Collection[str] | None = None,
     ) -> None:
         self._parser: StreamableParser | None = StreamableParser(encoding, Role.ASSISTANT)
+        self._is_content = False
         self._tokenizer = tokenizer
         self._hidden = hidden
         self._functions = functions
@@ -155,13 +167,18 @@ class HarmonyParser(Parser):
         if self._parser is None:
             self._show(token)
             return
-        was_content = self._parser.state is StreamState.CONTENT
+        was_content, is_special = self._is_content, token in self._hidden
+        if was_content and not is_special:
+            self._show(token)  # which the library would keep, and write out with its state each time it is asked for it
+            return
         try:
             self._parser.process(token)
         except HarmonyError:
             self._take_as_it_is(token)
             return
-        is_content = self._parser.state is StreamState.CONTENT
+        if is_special:  # others change nothing
+            self._is_content = self._parser.state is StreamState.CONTENT
+        is_content = self._is_content
         if is_content:
             self._header = None
         elif self._header is not None:
@@ -261,6 +278,9 @@ def _system(arguments: Mapping[str, Any]) -> SystemContent:
     if effort not in EFFORTS:
         raise RequestError(f"reasoning_effort {arguments['reasoning_effort']!r}: choose low, medium or high")
     content = SystemContent.new().with_reasoning_effort(ReasoningEffort(effort.capitalize()))
+    for name in set(arguments) & {"model_identity", "conversation_start_date"}:
+        if len(str(arguments[name])) > _LONGEST:
+            raise RequestError(f"chat argument {name!r} is longer than {_LONGEST} characters")
     if "model_identity" in arguments:
         content = content.with_model_identity(str(arguments["model_identity"]))
     return content.with_conversation_start_date(str(arguments.get("conversation_start_date", date.today())))
@@ -272,10 +292,9 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     for message in messages:
         role, text = message["role"], message["content"]
         if role in _INSTRUCTORS:
-            content = DeveloperContent.new().with_instructions(text)
-            written.append(Message.from_role_and_content(Role.DEVELOPER, content))
+            written.append(_instructions(text))
         elif role == "user":
-            written.append(Message.from_role_and_content(Role.USER, text))
+            written.append(_message(_USER, text))
         elif role == "assistant":
             names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if "id" in call}
             written += _reply(message)
@@ -283,12 +302,37 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
             name = names.get(message.get("tool_call_id", ""), message.get("name"))
             if name is None:
                 raise RequestError(f"the result of call {message.get('tool_call_id')!r}: there is no such call")
-            author = Author.new(Role.TOOL, _FUNCTIONS + name)
-            result = Message.from_author_and_content(author, text)
+            result = _message(Author.new(Role.TOOL, _FUNCTIONS + name), text)
             written.append(result.with_channel(_COMMENTARY).with_recipient("assistant"))
         else:
             raise RequestError(f"messages of the role {role!r} are not supported; use {', '.join(_ROLES)}")
     return written
+
+
+def _message(author: Author, text: str) -> Message:
+    """Writes a text, long words of it in parts, which are encoded one by one."""
+    return Message(author=author, content=[TextContent(text=part) for part in _parts(text)])
+
+
+def _instructions(text: str) -> Message:
+    content = DeveloperContent.new().with_instructions(text)
+    if not _LONG_WORD.search(text):
+        return Message.from_role_and_content(Role.DEVELOPER, content)
+    return _message(_DEVELOPER, "# Instructions\n\n" + text)  # as the library writes them
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Cuts long words, where that changes no token if there is such a place: in front of a sign behind a letter."""
+    begin = 0
+    for word in _LONG_WORD.finditer(text):
+        at = word.start()
+        while word.end() - at > _LONG:
+            window = text[at + 1 : at + 1 + _LONG]
+            ends = [match.start() for match in _END_OF_WORD.finditer(window)]
+            at += 1 + ends[-1] if ends else _LONG
+            yield text[begin:at]
+            begin = at
+    yield text[begin:]
 
 
 def _reply(message: Mapping[str, Any]) -> list[Message]:
@@ -296,15 +340,15 @@ def _reply(message: Mapping[str, Any]) -> list[Message]:
     calls = message.get("tool_calls", ())
     written = []
     if message.get("reasoning_content"):
-        thinking = Message.from_role_and_content(Role.ASSISTANT, message["reasoning_content"])
+        thinking = _message(_ASSISTANT, message["reasoning_content"])
         written.append(thinking.with_channel(_ANALYSIS))
     if message["content"] or not calls:
-        text = Message.from_role_and_content(Role.ASSISTANT, message["content"])
+        text = _message(_ASSISTANT, message["content"])
         written.append(text.with_channel(_COMMENTARY if calls else _FINAL))
     for call in calls:
         arguments = call["function"]["arguments"]
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        asked = Message.from_role_and_content(Role.ASSISTANT, text).with_channel(_COMMENTARY)
+        asked = _message(_ASSISTANT, text).with_channel(_COMMENTARY)
         asked = asked.with_recipient(_FUNCTIONS + call["function"]["name"])
         written.append(asked.with_content_type("<|constrain|>json"))
     return written
@@ -312,17 +356,26 @@ def _reply(message: Mapping[str, Any]) -> list[Message]:
 
 def _offer(tools: Sequence[Mapping[str, Any]], messages: list[Message]) -> None:
     """Adds functions to the developer's first message, or as one of its own before all others."""
+    try:
+        written = json.dumps(tools, ensure_ascii=False)
+    except RecursionError:
+        raise RequestError("a schema is nested too deeply", "tools") from None
+    if _LONGEST_WORD.search(written):
+        raise RequestError(f"a word of more than {_LONGEST} characters in what describes a function", "tools")
     described = [
         ToolDescription.new(function["name"], function.get("description", ""), function.get("parameters"))
         for function in (tool["function"] for tool in tools)
     ]
+    alone = DeveloperContent.new().with_function_tools(described)
     for message in messages:
         content = message.content[0]
         if isinstance(content, DeveloperContent):
             content.with_function_tools(described)
             return
-    content = DeveloperContent.new().with_function_tools(described)
-    messages.insert(0, Message.from_role_and_content(Role.DEVELOPER, content))
+        if message.author.role == Role.DEVELOPER:  # in parts
+            message.content += [TextContent(text="\n\n"), alone]
+            return
+    messages.insert(0, Message.from_role_and_content(Role.DEVELOPER, alone))
 
 
 @contextmanager
