@@ -338,8 +338,8 @@ def test_a_schema_of_many_parameters_takes_time_in_proportion():
         call_grammar("qwen3-coder", [Callee("f", schema, strict=True)], must=True)
         return time.process_time() - start
 
-    few, many = (min(seconds(count) for _ in range(3)) for count in (4_000, 24_000))
-    assert many < 18 * few  # six times the parameters
+    few, many = (min(seconds(count) for _ in range(3)) for count in (2_000, 32_000))
+    assert many < 64 * few  # 16 times the parameters; 256 times as long, if each were looked at with all others
 
 
 @pytest.mark.parametrize("repeated", [["object"] * 40, ["object", "object", "array"]])

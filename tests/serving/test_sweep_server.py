@@ -30,7 +30,7 @@ def test_a_sweep_of_the_server_finds_the_engine_s_acceptance(server, tmp_path):
         assert not point.errors
         assert point.mean_output_tokens == sum(len(reply.token_ids) for reply in replies) / 4
         assert point.mean_prompt_tokens == sum(reply.prompt_tokens for reply in replies) / 4
-        assert 0 < point.ttft.p50 < point.e2e.p50
+        assert 0 < point.ttft.p50 <= point.e2e.p50  # a reply of two steps may come at once
         if point.arm == "draft":
             committed = sum(len(reply.token_ids) - 1 for reply in replies)
             assert point.acceptance_length == pytest.approx(committed / steps)
