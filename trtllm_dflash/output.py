@@ -46,14 +46,23 @@ def held(folder: Path, whose: str) -> Iterator[None]:
         SettingsError: another one holds it, or it is no folder.
     """
     with writing(folder):
-        lock = os.open(folder, os.O_RDONLY)
+        opened = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise SettingsError(f"--output {folder}: another {whose} is using it") from None
-        except OSError:  # a file system without locks: there nobody is kept from it
-            pass
+        lock(opened, f"--output {folder}: another {whose} is using it")
         yield
     finally:
-        os.close(lock)
+        os.close(opened)
+
+
+def lock(opened: int, refusal: str) -> None:
+    """Keeps an open file or folder from other processes that lock it, until it is closed.
+
+    Raises:
+        SettingsError: another one has; it says `refusal`.
+    """
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SettingsError(refusal) from None
+    except OSError:  # a file system without locks: there nobody is kept from it
+        pass

@@ -86,6 +86,25 @@ cudaError_t launch_product(Product const& p, Chooser<kGateUp> const& chooser, De
     return launch_kernel(kernel, dim3(blocks), warps * 32, bytes, stream, p, chooser);
 }
 
+// The warps and the shared memory of a block of `alone_kernel`, by the one with most to do.
+struct AloneLayout
+{
+    int warps;
+    int bytes;
+    bool fits; // with as many warps as are worth it
+
+    AloneLayout(dflash_moe_params const& p, Device const& device)
+    {
+        Layout const layout(p.columns, weight_of(p));
+        int const experts = experts_of_row(p);
+        int const granules = (p.hidden / kGranule + device.processors - 1) / device.processors;
+        int const sums = alone_sums_bytes(granules, experts), items = granules * experts;
+        warps = std::min(items, warps_that_fit(device, p.columns, weight_of(p), experts, sums));
+        bytes = warps * layout.warp_bytes + experts * layout.pitch + sums;
+        fits = warps >= std::min(kLeastWarps, items);
+    }
+};
+
 // The second product and the sum of a row that is alone.
 template <typename T, Weight kWeight>
 cudaError_t launch_alone(dflash_moe_params const& p, Product const& down, AloneLayout const& layout,
@@ -132,7 +151,7 @@ cudaError_t launch_products(
     // The block of `route_kernel` fills a multiprocessor until it ends: nobody else would begin there before.
     bool const is_one_taken = p.rows <= kShortRows && !routes;
     int const blocks = is_one_taken ? std::max(1, device.processors - 1) : device.processors;
-    AloneLayout const alone(p, device.processors, device.shared_bytes);
+    AloneLayout const alone(p, device);
     // Products of other weights wait for memory, not for their instructions: side by side they gain nothing.
     bool const is_alone = is_tiled(kWeight) && p.rows == 1 && alone.fits;
     int const warps = is_alone ? warps_of_one(p, blocks) : kMostWarps;

@@ -6,8 +6,6 @@
 
 #include "experts_product.cuh"
 
-#include <algorithm>
-
 namespace dflash
 {
 namespace moe
@@ -90,25 +88,11 @@ struct AloneSums
     }
 };
 
-// The warps and the shared memory of a block, by the one with most to do.
-struct AloneLayout
+// Bytes of them, of a block with so many granules and experts of a row.
+constexpr int alone_sums_bytes(int granules, int experts)
 {
-    int warps;
-    int bytes;
-    bool fits; // with as many warps as are worth it
-
-    AloneLayout(dflash_moe_params const& p, int processors, int shared_bytes)
-    {
-        Weight const weight = weight_of(p);
-        Layout const layout(p.columns, weight);
-        int const experts = experts_of_row(p), granules = (p.hidden / kGranule + processors - 1) / processors;
-        int const numbers = granules * (1 + experts) * kGranule;
-        int const others = experts * layout.pitch + static_cast<int>(sizeof(AloneSums) + numbers * sizeof(float));
-        warps = std::min({kMostWarps, granules * experts, (shared_bytes - others) / layout.warp_bytes});
-        bytes = warps * layout.warp_bytes + others;
-        fits = warps >= std::min(kLeastWarps, granules * experts);
-    }
-};
+    return static_cast<int>(sizeof(AloneSums) + granules * (1 + experts) * kGranule * sizeof(float));
+}
 
 // Copies the groups' inputs into shared memory, [groups, pitch]. A thread's reads are on their way together.
 template <Weight kWeight>

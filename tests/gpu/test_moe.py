@@ -247,6 +247,38 @@ def test_one_captured_moe_serves_any_routing(packed, many, poisoned):
         assert_close(out, moe_in_float64(case, weights, x, logits), case.dtype, roundings=3.0)
 
 
+def captured_layers(case, moe, outputs, parts=lambda scores: (scores, None)):
+    """Captures three layers, each behind a norm and a router, and lets them run on twelve streams.
+
+    Yields the last layer's rows, what its router said, the stream before it and behind it.
+
+    Args:
+        outputs: of the router.
+        parts: what of them are logits and gates.
+    """
+    router = torch.randn(outputs, case.hidden, device="cuda", dtype=case.dtype) / 8
+    norm = torch.ones(case.hidden, device="cuda", dtype=case.dtype)
+    given = torch.zeros(case.rows, case.hidden, device="cuda", dtype=case.dtype)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        stream = given
+        for _ in range(3):  # what one of them leaves lies where the next one's will
+            x = kernels.rms_norm(stream[None], norm, 1e-6)[0]
+            scores = kernels.skinny_gemm(x, router)
+            before, stream = stream, moe(x, *parts(scores), stream)
+        return x, scores, before, stream
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        last = step()
+    for seed in range(12):
+        torch.manual_seed(seed)
+        given.normal_()
+        graph.replay()
+        yield last
+
+
 @needs_kernels
 @pytest.mark.parametrize("rows", [1, 8])
 def test_captured_behind_products_that_let_it_begin_it_follows_their_results(rows):
@@ -254,26 +286,7 @@ def test_captured_behind_products_that_let_it_begin_it_follows_their_results(row
     case = Case(rows)
     weights, *_ = make_kernel_inputs(case)
     moe = moe_kernel(case.layer, Experts.of(weights, case.layer))
-    router = torch.randn(case.experts, case.hidden, device="cuda", dtype=case.dtype) / 8
-    norm = torch.ones(case.hidden, device="cuda", dtype=case.dtype)
-    given = torch.zeros(rows, case.hidden, device="cuda", dtype=case.dtype)
-
-    def step() -> tuple[torch.Tensor, ...]:
-        stream = given
-        for _ in range(3):  # layers: what one of them leaves lies where the next one's will
-            x = kernels.rms_norm(stream[None], norm, 1e-6)[0]
-            logits = kernels.skinny_gemm(x, router)
-            before, stream = stream, moe(x, logits, None, stream)
-        return x, logits, before, stream
-
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        x, logits, before, out = step()
-    for seed in range(12):
-        torch.manual_seed(seed)
-        given.normal_()
-        graph.replay()
+    for x, logits, before, out in captured_layers(case, moe, case.experts):
         expected = moe_in_float64(case, weights, x, logits) + before.double()
         assert_close(out, expected, case.dtype, roundings=3.0)
 

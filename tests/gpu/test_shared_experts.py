@@ -8,9 +8,8 @@ import torch
 from tests.flat_ops import rowless_ops
 from tests.gpu.test_kernels import HALVES, assert_close
 from tests.gpu.test_kernels import why_not as why_no_kernels
-from tests.gpu.test_moe import FEW_AND_MANY, QWEN3_MOE, Case, make_kernel_inputs, moe_in_float64
+from tests.gpu.test_moe import FEW_AND_MANY, QWEN3_MOE, Case, captured_layers, make_kernel_inputs, moe_in_float64
 from tests.quantized import quantize_stack
-from trtllm_dflash import kernels
 from trtllm_dflash.ops.activations import sigmoid
 from trtllm_dflash.ops.cuda_experts import join_shared_experts, moe_kernel
 from trtllm_dflash.ops.experts import Experts, activate
@@ -179,30 +178,14 @@ def test_captured_behind_products_that_let_it_begin_it_follows_their_results(row
     case = replace(QWEN35, rows=rows)
     weights, layer, *_ = make_inputs(case, fp8)
     moe = moe_kernel(layer, Experts.of(weights, layer, "experts+shared_expert"))
-    router = torch.randn(case.experts + 16, case.hidden, device="cuda", dtype=case.dtype) / 8
-    norm = torch.ones(case.hidden, device="cuda", dtype=case.dtype)
-    given = torch.zeros(rows, case.hidden, device="cuda", dtype=case.dtype)
 
-    def step() -> tuple[torch.Tensor, ...]:
-        stream = given
-        for _ in range(3):  # layers: what one of them leaves lies where the next one's will
-            x = kernels.rms_norm(stream[None], norm, 1e-6)[0]
-            scores = kernels.skinny_gemm(x, router)
-            logits, gate = scores[:, : case.experts], scores[:, case.experts : case.experts + 1]
-            before, stream = stream, moe(x, logits, gate, stream)
-        return x, scores, before, stream
+    def parts(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return scores[:, : case.experts], scores[:, case.experts : case.experts + 1]
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        x, scores, before, out = step()
-    for seed in range(12):
-        torch.manual_seed(seed)
-        given.normal_()
-        graph.replay()
-        logits, gate = scores[:, : case.experts], scores[:, case.experts : case.experts + 1]
+    for x, scores, before, out in captured_layers(case, moe, case.experts + 16, parts):
         # FP8's numbers are not rounded.
-        expected = in_float64(case, weights, x, logits, gate, before, rounded=None if fp8 is None else torch.float32)
+        rounded = None if fp8 is None else torch.float32
+        expected = in_float64(case, weights, x, *parts(scores), before, rounded=rounded)
         assert_close(out, expected, case.dtype, roundings=3.0 if fp8 is None else 4.0)
 
 

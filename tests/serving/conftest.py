@@ -73,14 +73,14 @@ class Running:
             self._wait_for_more(COMPLETED, seen)
         return self.metrics()
 
-    def wait_for_increase(self, before: dict[str, float], counts: dict[str, float]) -> dict[str, float]:
-        """The metrics, once each of these has grown by its count since they were settled."""
+    def wait_for_increase(self, before: dict[str, float], counts: dict[str, float]) -> None:
+        """Returns once each of these metrics has grown by its count since they were settled; others may come later."""
 
         def grown(metrics: dict[str, float]) -> bool:
             more = {name: metrics.get(name, 0) - before.get(name, 0) - count for name, count in counts.items()}
             return all(more[name] in (0, SETTLING.get(name, 0), 2 * SETTLING.get(name, 0)) for name in counts)
 
-        return self.wait_for(grown, f"metrics grew by {counts}")
+        self.wait_for(grown, f"metrics grew by {counts}")
 
     def _wait_for_more(self, name: str, seen: float) -> None:
         self.wait_for(lambda metrics: metrics.get(name, 0) > seen, f"{name} is more than {seen}")

@@ -212,8 +212,7 @@ def check_file(path: Path, config: EngineConfig, name: str) -> Path:
     """
     file = path / name
     try:
-        if not file.is_file():
-            raise EngineError(f"{file}: missing; build the engine again")
+        _check_there(file)
         found = digest(file)
     except OSError as error:
         raise EngineError(f"{file}: cannot be read ({error.strerror})") from None
@@ -231,8 +230,12 @@ def check_present(path: Path, config: EngineConfig) -> None:
         EngineError: one is missing.
     """
     for name in config.files:
-        if not (path / name).is_file():
-            raise EngineError(f"{path / name}: missing; build the engine again")
+        _check_there(path / name)
+
+
+def _check_there(file: Path) -> None:
+    if not file.is_file():
+        raise EngineError(f"{file}: missing; build the engine again")
 
 
 def check_shared_files(path: Path, config: EngineConfig) -> None:

@@ -5,7 +5,6 @@ unless its folder is named, the file is its owner's alone, and there is a share 
 """
 
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.output import lock, writing
 from trtllm_dflash.runtime.request import Sequence
 
 FILE = "replies.jsonl"
@@ -36,19 +36,15 @@ class Harvest:
 
     def __init__(self, folder: Path, share: float, most: int, draw: Callable[[], float] = random.random) -> None:
         self._share, self._most, self._draw = share, most, draw
-        try:
+        with writing(folder, "--harvest"):
             folder.mkdir(parents=True, exist_ok=True)
             handle = os.open(folder / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        except OSError as error:
-            raise SettingsError(f"--harvest {folder}: cannot be written ({error.strerror})") from None
         self._file = os.fdopen(handle, "ab", buffering=0)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # two would cut off each other's replies
-        except BlockingIOError:
+        try:  # two would cut off each other's replies
+            lock(handle, f"--harvest {folder}: another server harvests there; give each its own")
+        except SettingsError:
             self.close()
-            raise SettingsError(f"--harvest {folder}: another server harvests there; give each its own") from None
-        except OSError:  # a file system without locks
-            pass
+            raise
 
     def take(self, sequence: Sequence) -> None:
         """Writes a finished sequence, if it is drawn and there is room. A disk that fails ends the harvest alone.

@@ -57,9 +57,10 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _INSTRUCTORS = ("system", "developer")  # whose message is none where it is empty
 _LONG = 1024  # characters of a word: the library takes the square of their number, and all of Python waits for it
 _LONGEST = 4096  # where words cannot be cut
-# What the vocabulary's words are parts of: neither blanks nor digits, or blanks; and lines' ends with slashes.
-_LONG_WORD = re.compile(rf"[^\s\d]{{{_LONG + 1},}}|\s{{{_LONG + 1},}}|[\r\n/]{{{_LONG + 1},}}")
-_LONGEST_WORD = re.compile(rf"[^\s\d]{{{_LONGEST + 1}}}|\s{{{_LONGEST + 1}}}|[\r\n/]{{{_LONGEST + 1}}}")
+# Longer ones. The words are parts of these: neither blanks nor digits, or blanks; and lines' ends with slashes.
+_LONG_WORD, _LONGEST_WORD = (
+    re.compile(rf"[^\s\d]{{{most + 1},}}|\s{{{most + 1},}}|[\r\n/]{{{most + 1},}}") for most in (_LONG, _LONGEST)
+)
 _END_OF_WORD = re.compile(r"(?<=[^\W\d_])(?=[^\w\s])")  # a letter, and what is none: one begins with that
 
 
@@ -315,10 +316,9 @@ def _message(author: Author, text: str) -> Message:
 
 
 def _instructions(text: str) -> Message:
-    content = DeveloperContent.new().with_instructions(text)
-    if not _LONG_WORD.search(text):
-        return Message.from_role_and_content(Role.DEVELOPER, content)
-    return _message(_DEVELOPER, "# Instructions\n\n" + text)  # as the library writes them
+    if _LONG_WORD.search(text):
+        return _message(_DEVELOPER, "# Instructions\n\n" + text)  # as the library writes them
+    return Message.from_role_and_content(Role.DEVELOPER, DeveloperContent.new().with_instructions(text))
 
 
 def _parts(text: str) -> Iterator[str]:
