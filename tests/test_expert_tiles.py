@@ -68,8 +68,10 @@ def test_each_number_and_scale_lies_where_the_kernels_find_it(rows, inputs, is_g
         for block in range(blocks):
             n = min(4, blocks - block // 4 * 4)
             tile = granule // 4 * 4 * blocks * part + block // 4 * 4 * slab * part + granule % 4 * n * part
-            place = row % 8 * n + block % 4
-            at, scale_at = tile + (half * 8 * n + place) * 16, tile + 256 * n + (place * 2 + half) * of_block
+            first, place = tile + block % 4 * part, row % 8
+            if kind == "mxfp4":  # even rows come before odd ones
+                place = place // 2 + place % 2 * 4
+            at, scale_at = first + (half * 8 + place) * 16, first + 256 + (place * 2 + half) * of_block
             assert flat[2, at : at + 16].equal(values[2, row, block])
             assert flat[2, scale_at : scale_at + of_block].equal(scales[2, row, block])
 
@@ -120,7 +122,7 @@ def test_bits_are_interleaved_beside_bf16():
     blocks = weights["mlp.experts.down_proj.blocks"].clone()
     tile_experts(weights, torch.bfloat16, HOPPER)
     tiles = weights["mlp.experts.down_proj.tiles"]
-    # Of 64 columns the tiles have two parts: 16 bytes of row 0 and its first 32 columns are their first.
+    # 16 bytes of row 0 and its first 32 columns are the first.
     assert tiles[1, 0, :4].equal(interleave(blocks)[1, 0, :4])
 
 

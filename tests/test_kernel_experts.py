@@ -1,5 +1,7 @@
 """Experts' matrices on their way to the kernels, which read as many numbers as shapes say."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -138,3 +140,31 @@ def test_tiles_are_taken_as_wide_as_a_blocks_shared_memory_holds(is_nvfp4, capab
     assert [size for size in sizes if is_taken(size, 32)] == list(range(32, widest + 1, 32))
     assert [size for size in sizes if is_taken(32, size)] == list(range(32, widest + 1, 32))
     assert not is_taken(1024, 48) and not is_taken(80, 64)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "scores", "few", "many"),
+    [
+        pytest.param(4, torch.bfloat16, 16, 17, id="blocks find the routing of up to 16 rows"),
+        pytest.param(8, torch.bfloat16, 16, 17, id="and of up to 128 pairs"),
+        pytest.param(10, torch.bfloat16, 12, 13, id="of more a kernel does"),
+        pytest.param(4, torch.float32, 9, 10, id="as where logits are of another type"),
+    ],
+)
+def test_experts_in_tiles_have_the_kernels_for_many_rows_as_soon_as_a_kernel_routes(
+    top_k, scores, few, many, monkeypatch
+):
+    asked = []
+
+    class Functions:
+        def __getattr__(self, name):
+            return lambda *_: asked.append(name.removesuffix("_workspace"))
+
+    monkeypatch.setattr(experts, "load", lambda: SimpleNamespace(functions=Functions()))
+    of = [
+        zeros(16, rows // 16, columns // 32 * 272 // 4, dtype=torch.int32) for rows, columns in ((64, 256), (256, 32))
+    ]
+    moe = MoE(Routing(16, 0, 16, top_k, normalized=True), *(Matrix(x) for x in of))
+    for rows in (few, many):
+        assert moe.takes(halves(rows, 256), zeros(rows, 16, dtype=scores))
+    assert asked == ["dflash_moe", "dflash_moe_many"]

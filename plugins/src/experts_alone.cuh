@@ -135,6 +135,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) alone_kernel(Product const
     unsigned char* const ring = shared + warp * layout.warp_bytes;
     unsigned char* const inputs = shared + warps * layout.warp_bytes; // [experts of a row, pitch]
     AloneSums& sums = *reinterpret_cast<AloneSums*>(inputs + chosen * layout.pitch);
+    clear_ring<kWeight>(p, ring);
     Groups const groups(p.route, nullptr);
     AloneShare const share(p, groups.count());
     AloneWalk walk(groups, share);
@@ -142,7 +143,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) alone_kernel(Product const
 #pragma unroll 1
     for (int i = 0; i < kUnits; ++i)
     {
-        weights.load_next();
+        weights.load_next(i * unit_bytes(kWeight));
     }
     int const columns = share.granules * kGranule, first_column = share.first_granule * kGranule;
     float* const residuals = sums.numbers(); // [columns]
@@ -163,7 +164,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) alone_kernel(Product const
     __syncthreads();
     Mainloop<T, kWeight, 1> mainloop(p, layout, lane, ring, inputs);
     unsigned char const* const first_inputs = mainloop.inputs;
-    mainloop.begin_unit(0);
+    mainloop.begin_unit();
     for (; !walk.is_at_end(); walk.advance())
     {
         Group const group = {walk.expert, walk.group(), 1, 0};

@@ -18,6 +18,19 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, void const* from, boo
         "r"(is_there ? 16 : 0), "l"(read_once_policy()));
 }
 
+// Likewise kFrom bytes behind both places, or nothing if there are no more than so many. One address serves all copies,
+// as the condition is the copy's: a branch around it has the compiler add kFrom again in each.
+template <int kFrom>
+__device__ __forceinline__ void copy_async_16_behind(uint32_t to, char const* from, int bytes)
+{
+    asm volatile("{\n"
+                 ".reg .pred is_there;\n"
+                 "setp.gt.s32 is_there, %0, %1;\n"
+                 "@is_there cp.async.cg.shared.global.L2::cache_hint.L2::256B [%2 + %1], [%3 + %1], 16, %4;\n"
+                 "}" ::"r"(bytes),
+        "n"(kFrom), "r"(to), "l"(from), "l"(read_once_policy()));
+}
+
 // Loads a warp's granules into its ring: units of two tiles as they lie, or of 16 rows of 128 bytes, each second row's
 // halves swapped, and of INT4 their scales behind them. Of those a lane copies 16 bytes of every fourth row.
 //
@@ -26,6 +39,7 @@ template <Weight kWeight, bool kGateUp, typename Walk = Cursor>
 struct Weights
 {
     static constexpr int kUnitBytes = unit_bytes(kWeight);
+    static constexpr int kTileBytes = tile_bytes(kWeight);
 
     Product const& p;
     Layout const& layout;
@@ -36,9 +50,10 @@ struct Weights
     uint32_t const at; // this lane's of a unit
     Walk cursor;
     int unit = 0;
-    int slot = 0;
-    char const* from = nullptr; // this lane's first of the granule, of tiles the first of the slab's
+    char const* from = nullptr; // this lane's first of the granule, of tiles of the next unit
+    int left = 0; // of tiles, bytes of the granule behind that
     int tile_stride = 0; // from a granule's tile to its next
+    int in_slab = 0; // granules before it in its slab
     char const* scales_from = nullptr; // INT4's; of the first 16 lanes a row each
 
     __device__ __forceinline__ Weights(
@@ -49,84 +64,85 @@ struct Weights
         , blocks(p_.inputs / 32)
         , gap(Rows<kGateUp>::gap(p_))
         , ring(shared_address(ring_))
-        , at(ring + lane / 8 * kLine + ((lane % 8) ^ (lane / 8 % 2 * 4)) * 16)
+        , at(ring + (is_tiled(kWeight) ? lane * 16 : lane / 8 * kLine + ((lane % 8) ^ (lane / 8 % 2 * 4)) * 16))
         , cursor(walk)
     {
+        begin_granule();
     }
 
-    // Starts loading the unit after those that are on their way, if there is one.
-    __device__ __forceinline__ void load_next()
+    // Starts loading the unit after those that are on their way, if there is one. place: bytes of the ring before it.
+    __device__ __forceinline__ void load_next(int place)
     {
         if (!cursor.is_at_end())
         {
-            if (unit == 0)
-            {
-                begin_granule();
-            }
             if constexpr (is_tiled(kWeight))
             {
-                load_tiles();
+                load_tiles(place);
             }
             else
             {
-                load_rows();
+                load_rows(place);
             }
-            slot = slot + 1 == kUnits ? 0 : slot + 1;
             if (++unit == layout.units)
             {
                 unit = 0;
                 cursor.advance();
+                begin_granule();
             }
         }
         commit_copies(); // empty ones at the end, so that the count of pending ones stays right
     }
 
-    __device__ __forceinline__ void load_tiles() const
+    // A row's last tile may have fewer parts, and with it the slab's before it.
+    __device__ __forceinline__ void load_tiles(int place)
     {
-        constexpr int kTile = tile_bytes(kWeight);
+        static_assert(kTileBytes > 2 * 512 && kTileBytes <= 3 * 512); // a warp's copies
+        int const whole = kTileBytes - lane * 16; // bytes from this lane's first on
 #pragma unroll
         for (int half = 0; half < 2; ++half)
         {
-            int const index = unit * 2 + half, parts = min(kTileParts, blocks - index * kTileParts);
-            int const bytes = parts * part_bytes(kWeight);
-            char const* const tile = from + index * tile_stride + cursor.granule % kSlabGranules * bytes;
-            uint32_t const to = ring + slot * kUnitBytes + half * kTile + lane * 16;
-#pragma unroll
-            for (int i = 0; i < (kTile + 511) / 512; ++i)
-            {
-                if (i * 512 + lane * 16 < bytes)
-                {
-                    copy_async_16(to + i * 512, tile + i * 512, true);
-                }
-            }
+            int const own = min(left - half * kTileBytes, whole);
+            char const* const tile = from + half * tile_stride - in_slab * (whole - own);
+            uint32_t const to = at + place + half * kTileBytes;
+            copy_async_16_behind<0>(to, tile, own);
+            copy_async_16_behind<512>(to, tile, own);
+            copy_async_16_behind<1024>(to, tile, own);
         }
+        from += 2 * tile_stride;
+        left -= 2 * kTileBytes;
     }
 
-    __device__ __forceinline__ void load_rows() const
+    __device__ __forceinline__ void load_rows(int place) const
     {
         bool const is_there = unit * kLine + lane % 8 * 16 < layout.row_bytes;
         char const* const unit_from = from + (is_there ? unit * kLine : 0);
 #pragma unroll
         for (int i = 0; i < kGranule / 4; ++i)
         {
-            copy_async_16(at + slot * kUnitBytes + i * 4 * kLine,
-                unit_from + (i * 4 + (i < 2 ? 0 : gap)) * layout.row_bytes, is_there);
+            copy_async_16(
+                at + place + i * 4 * kLine, unit_from + (i * 4 + (i < 2 ? 0 : gap)) * layout.row_bytes, is_there);
         }
         if (kWeight == Weight::kInt4 && lane < kGranule)
         {
-            copy_async_16(
-                ring + slot * kUnitBytes + kUnit + lane * kInt4ScaleLine, scales_from + unit * kInt4ScaleLine, true);
+            copy_async_16(ring + place + kUnit + lane * kInt4ScaleLine, scales_from + unit * kInt4ScaleLine, true);
         }
     }
 
     __device__ __forceinline__ void begin_granule()
     {
+        if (cursor.is_at_end())
+        {
+            return;
+        }
         if constexpr (is_tiled(kWeight))
         {
-            int const granules = p.outputs / kGranule, first = cursor.granule / kSlabGranules * kSlabGranules;
+            int const granules = p.outputs / kGranule, bytes = granule_bytes(kWeight, p.inputs);
+            in_slab = cursor.granule % kSlabGranules;
+            int const first = cursor.granule - in_slab;
             int64_t const before = static_cast<int64_t>(cursor.expert) * granules + first;
-            from = static_cast<char const*>(p.weight) + before * granule_bytes(kWeight, p.inputs) + lane * 16;
-            tile_stride = min(kSlabGranules, granules - first) * tile_bytes(kWeight);
+            from = static_cast<char const*>(p.weight) + before * bytes + in_slab * kTileBytes + lane * 16;
+            left = bytes - lane * 16;
+            tile_stride = min(kSlabGranules, granules - first) * kTileBytes;
             return;
         }
         int64_t const row = static_cast<int64_t>(cursor.expert) * p.outputs + cursor.granule * Rows<kGateUp>::kFirst;

@@ -233,7 +233,9 @@ struct Mainloop
         {
             int const parts = min(kTileParts, blocks - step * kTileParts);
             uint32_t const slab = weight + unit * S::kSlabBytes;
-            line.read(slab + row / 8 * parts * part_bytes(kWeight), parts, quad, part);
+            // Of parts that are not there the last one's numbers, which meet inputs of zeros.
+            int const own = row / 8 * parts + min(part, parts - 1);
+            line.read(slab + own * part_bytes(kWeight), place_in_part<kWeight>(quad));
         }
         else
         {

@@ -40,10 +40,9 @@ struct Mainloop
     int const quad;
     int const part;
     unsigned char const* inputs; // this lane's first; of a token that is not there, the last one's
-    int const blocks; // of 32 in a row
     uint32_t const at; // this lane's of a unit
-    int slot = 0;
-    Fragment first; // of the unit that is next
+    int place = 0; // bytes of the ring before the unit that is next
+    Fragment first; // of that one
 
     __device__ __forceinline__ Mainloop(
         Product const& p, Layout const& layout_, int lane, unsigned char const* ring_, unsigned char const* inputs_)
@@ -52,17 +51,17 @@ struct Mainloop
         , quad(lane / 4)
         , part(lane % 4)
         , inputs(inputs_ + min(quad, p.tokens - 1) * layout_.pitch + part * 16)
-        , blocks(p.inputs / 32)
-        , at(quad * kLine + (part ^ (quad % 2 * 4)) * 16)
+        , at(is_tiled(kWeight) ? shared_address(ring_) + part * part_bytes(kWeight)
+                               : quad * kLine + (part ^ (quad % 2 * 4)) * 16)
     {
     }
 
     // Waits for the unit that is next, and reads its first half: before a granule, and once before the first.
-    __device__ __forceinline__ void begin_unit(int unit)
+    __device__ __forceinline__ void begin_unit()
     {
         wait_for_copies<kUnits - 1>();
         __syncwarp();
-        first = load(unit, 0);
+        first = load(0);
     }
 
     // Adds to c the products of a granule and the first `tiles` tiles of tokens. The place of each unit that was read
@@ -74,12 +73,13 @@ struct Mainloop
         float sums[kTiles][4] = {};
         for (int unit = 0; unit < layout.units; ++unit)
         {
-            Fragment const second = load(unit, 1);
-            slot = slot + 1 == kUnits ? 0 : slot + 1;
+            Fragment const second = load(1); // of a row's last unit, what was there before, perhaps
             __syncwarp();
-            weights.load_next();
+            weights.load_next(place);
+            constexpr int kUnitBytes = unit_bytes(kWeight);
+            place = place == (kUnits - 1) * kUnitBytes ? 0 : place + kUnitBytes;
             multiply_half(c, sums, tiles, first, unit * 2);
-            begin_unit(unit + 1 == layout.units ? 0 : unit + 1);
+            begin_unit();
             if (unit * 2 + 1 < layout.steps)
             {
                 multiply_half(c, sums, tiles, second, unit * 2 + 1);
@@ -91,18 +91,16 @@ struct Mainloop
         }
     }
 
-    __device__ __forceinline__ Fragment load(int unit, int half) const
+    __device__ __forceinline__ Fragment load(int half) const
     {
-        unsigned char const* const loaded = ring + slot * unit_bytes(kWeight);
         Fragment a;
         if constexpr (is_tiled(kWeight))
         {
-            // There may be no second half: then the first part of what lies there is read, and not taken.
-            int const parts = max(1, min(kTileParts, blocks - (unit * 2 + half) * kTileParts));
-            a.read(shared_address(loaded) + half * tile_bytes(kWeight), parts, quad, part);
+            a.read(at + place + half * tile_bytes(kWeight), place_in_part<kWeight>(quad));
             return a;
         }
-        else if constexpr (kWeight == Weight::kInt4)
+        unsigned char const* const loaded = ring + place;
+        if constexpr (kWeight == Weight::kInt4)
         {
             uint16_t const* const own
                 = reinterpret_cast<uint16_t const*>(loaded + kUnit + quad * kInt4ScaleLine) + half * 4 + part;
@@ -354,6 +352,21 @@ __device__ __forceinline__ void find_routing(Product const& p, Layout const& lay
     }
 }
 
+// Of a row's last tile, parts that are not there meet inputs of zeros: what lies in their place must be numbers.
+template <Weight kWeight>
+__device__ __forceinline__ void clear_ring(Product const& p, unsigned char* ring)
+{
+    if (is_tiled(kWeight) && p.inputs / 32 % kTileParts != 0)
+    {
+#pragma unroll 1
+        for (int i = threadIdx.x % 32 * 16; i < kUnits * unit_bytes(kWeight); i += 32 * 16)
+        {
+            *reinterpret_cast<uint4*>(ring + i) = {};
+        }
+        __syncwarp();
+    }
+}
+
 // kGateUp: the first product, which ends with the activation.
 template <typename T, Weight kWeight, int kTokens, bool kGateUp>
 __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product const p, Chooser<kGateUp> const chooser)
@@ -369,6 +382,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
     unsigned char* const inputs = shared + warps * layout.warp_bytes;
     OwnRoute* const own = kGateUp && p.routes ? reinterpret_cast<OwnRoute*>(inputs + p.tokens * layout.pitch) : nullptr;
     bool has_inputs = false;
+    clear_ring<kWeight>(p, ring);
     if constexpr (kGateUp)
     {
         p.ask_ahead();
@@ -388,7 +402,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
 #pragma unroll 1
     for (int i = 0; i < ahead; ++i)
     {
-        weights.load_next();
+        weights.load_next(i * unit_bytes(kWeight));
     }
     if constexpr (!kGateUp)
     {
@@ -415,9 +429,9 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
 #pragma unroll 1
             for (int i = ahead; i < kUnits; ++i)
             {
-                weights.load_next();
+                weights.load_next(i * unit_bytes(kWeight));
             }
-            mainloop.begin_unit(0);
+            mainloop.begin_unit();
         }
         int const tiles = kTiles == 1 ? 1 : (group.tokens + 7) / 8;
         int const last = min(share.granules, share.end - index * share.stride);

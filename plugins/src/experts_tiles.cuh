@@ -2,9 +2,9 @@
 // so that a lane finds its part by its number. Four granules are a slab, an expert's last ones may be fewer: their
 // tiles of the first columns lie together, then those of the next.
 //
-// Of a tile the first 8 rows' numbers come first, [8, parts, 16 bytes], then those of the others, then all scales, [8,
-// parts, 2 halves of the rows], a byte of MXFP4, two of NVFP4. A part is 32 columns; the last tile of a row has those
-// that are left.
+// A tile is parts of 32 columns, the last one of a row those that are left. Of a part the first 8 rows' numbers come
+// first, [8, 16 bytes], then those of the others, then all scales, [8, 2 halves of the rows], a byte of MXFP4, two of
+// NVFP4. In which order the 8 are says `place_in_part`.
 #pragma once
 
 #include "experts_work.cuh"
@@ -24,6 +24,13 @@ __device__ __forceinline__ uint4 read_16(uint32_t from)
     return x;
 }
 
+// The place of a row among its eight: lanes that read at once, two rows of four parts, meet in no bank.
+template <Weight kWeight>
+__device__ __forceinline__ int place_in_part(int row)
+{
+    return kWeight == Weight::kNvfp4 ? row : row / 2 + row % 2 * 4;
+}
+
 // A lane's part of a tile: of rows l / 4 and l / 4 + 8 the l % 4-th 32 columns.
 template <typename T, Weight kWeight>
 struct TilePart
@@ -34,13 +41,12 @@ struct TilePart
     uint4 lower;
     uint32_t factors[2]; // of upper and lower; of NVFP4 each two, of 16 columns
 
-    // From shared memory. parts: that the tile has; behind them are the last one's numbers, which meet inputs of zeros.
-    __device__ __forceinline__ void read(uint32_t tile, int parts, int quad, int part)
+    // From shared memory, a part's place and the row's in it.
+    __device__ __forceinline__ void read(uint32_t at, int place)
     {
-        int const place = quad * parts + min(part, parts - 1);
-        upper = read_16(tile + place * 16);
-        lower = read_16(tile + (8 * parts + place) * 16);
-        uint32_t const scales = tile + 16 * parts * 16 + place * 2 * scale_bytes_of(kWeight);
+        upper = read_16(at + place * 16);
+        lower = read_16(at + place * 16 + 8 * 16);
+        uint32_t const scales = at + place * 2 * scale_bytes_of(kWeight) + 16 * 16;
         if constexpr (kWeight == Weight::kNvfp4)
         {
             uint32_t const both = read_word(scales);

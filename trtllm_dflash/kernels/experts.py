@@ -14,8 +14,10 @@ Tensor = torch.Tensor
 #: Rows that `MoE` takes: for more, products of many rows are faster.
 MOE_ROWS = 512
 # From which on an expert is read once for up to 64 of its rows (Hopper), not for 8 or 16.
-#: Of tiles, pairs of a row and an expert: as soon as what comes before the products is worth its time.
+#: Of tiles, pairs of a row and an expert: as soon as what comes before the products is worth its time. Not where blocks
+#: of the first product find the routing: `kOwnRows` and `kOwnPairs` of experts_own_route.cuh.
 _MANY_PAIRS = 40
+_OWN_ROWS, _OWN_PAIRS = 16, 128
 #: Rows of an expert, on average, in 16 bits and else: sooner where rows like the same ones, which they mostly do.
 _MANY_ROWS = 1, 4
 #: Likewise all rows, where they go through one expert besides: it would be read for each 8 or 16 of them.
@@ -265,7 +267,9 @@ class MoE:
         rows: int = params.rows
         pairs: int = rows * params.top_k
         if self._gate_up.is_tiled:
-            return pairs >= _MANY_PAIRS
+            is_short = rows <= _OWN_ROWS and pairs + rows * params.has_shared <= _OWN_PAIRS
+            is_own = is_short and params.normalized and not params.correction and params.logits_dtype == params.dtype
+            return pairs >= _MANY_PAIRS and not is_own
         is_small = self._gate_up.format != _NUMBERS
         least: int = _MANY_ROWS[is_small] * params.experts
         return rows >= _MANY_SHARED[is_small] if params.has_shared else pairs >= least

@@ -1,9 +1,9 @@
 """Experts in MXFP4 and NVFP4 as our kernels read them: the same bits, in tiles that lie as they are loaded.
 
 A granule is 16 rows of a matrix; of gate and up, 8 of gate and the same 8 of up. Four granules are a slab, an expert's
-last ones may be fewer. A tile is a granule's 128 columns, the last of a row those that are left: the numbers of its
-first 8 rows [8, n, 16 bytes], by parts of 32 columns, those of the others, and all scales [8, n, 2 halves of the rows,
-bytes of 32 numbers]. A slab's tiles of the same columns lie together.
+last ones may be fewer. A tile is a granule's 128 columns, the last of a row those that are left: parts of 32 columns,
+each the numbers of its first 8 rows [8, 16 bytes], those of the others, and all scales [8, 2 halves of the rows, bytes
+of 32 numbers]. Of MXFP4 the 8 are rows 0, 2, 4, 6, 1, 3, 5 and 7. A slab's tiles of the same columns lie together.
 """
 
 from collections.abc import Iterator
@@ -102,29 +102,34 @@ def _places(tiles: Tensor, values: Tensor, scales: Tensor, is_gate_up: bool) -> 
     """Pairs views of the same shape: of what lies in tiles uint8, and of the same in rows."""
     count, granules, _ = tiles.shape
     blocks = values.shape[-1] // MXFP4_BLOCK_BYTES
-    sizes = [x.shape[-1] // blocks for x in (values, scales)]  # bytes of a row's 32 columns
-    part = GRANULE * sum(sizes)
+    scale_bytes = scales.shape[-1] // blocks
+    part = GRANULE * (MXFP4_BLOCK_BYTES + scale_bytes)
     flat = tiles.view(count, -1)
-    by_granule = [_by_granule(x.unflatten(-1, (blocks, -1)), is_gate_up) for x in (values, scales)]
+    by_granule = [_by_granule(x.unflatten(-1, (blocks, -1)), is_gate_up, scale_bytes) for x in (values, scales)]
     for first, past in _runs(granules, _SLAB):
         slab = min(_SLAB, granules - first)
         own = flat[:, first * blocks * part : past * blocks * part].view(count, -1, slab * blocks * part)
-        own_rows = [x[:, first:past].unflatten(1, (-1, slab)) for x in by_granule]  # [E, S, g, 2, 8, blocks, .]
+        own_rows = [x[:, first:past].unflatten(1, (-1, slab)) for x in by_granule]  # [E, S, g, 2, 2, 4, blocks, .]
         for column, end in _runs(blocks, _PARTS):
             n = min(_PARTS, blocks - column)
-            # [E, S, tiles of a granule, g, bytes]
-            held = own[:, :, column * slab * part : end * slab * part].unflatten(-1, (-1, slab, n * part))
-            own_numbers, own_scales = held.split([GRANULE * n * size for size in sizes], dim=-1)
-            # [E, S, g, 2, 8, tiles, n, .]
+            # [E, S, tiles of a granule, g, n, bytes]
+            held = own[:, :, column * slab * part : end * slab * part].unflatten(-1, (-1, slab, n, part))
+            own_numbers, own_scales = held.split([GRANULE * MXFP4_BLOCK_BYTES, GRANULE * scale_bytes], dim=-1)
+            # [E, S, g, 2, 2, 4, tiles, n, .]
             of_numbers, of_scales = (x[..., column:end, :].unflatten(-2, (-1, n)) for x in own_rows)
-            yield own_numbers.unflatten(-1, (2, _HALF, n, -1)), of_numbers.permute(0, 1, 5, 2, 3, 4, 6, 7)
-            yield own_scales.unflatten(-1, (_HALF, n, 2, -1)), of_scales.permute(0, 1, 5, 2, 4, 6, 3, 7)
+            yield own_numbers.unflatten(-1, (2, 2, 4, -1)), of_numbers.permute(0, 1, 6, 2, 7, 3, 4, 5, 8)
+            yield own_scales.unflatten(-1, (2, 4, 2, -1)), of_scales.permute(0, 1, 6, 2, 7, 4, 5, 3, 8)
 
 
-def _by_granule(x: Tensor, is_gate_up: bool) -> Tensor:
-    """Views rows [E, O, blocks, .] by granules: [E, O / 16, 2 halves, 8, blocks, .]."""
+def _by_granule(x: Tensor, is_gate_up: bool, scale_bytes: int) -> Tensor:
+    """Views rows [E, O, blocks, .] by granules: [E, O / 16, 2 halves, 2, 4, blocks, .], 8 as they lie in a part."""
     granules: Tensor = x.unflatten(1, (2, -1, _HALF) if is_gate_up else (-1, 2, _HALF))
-    return granules.transpose(1, 2) if is_gate_up else granules
+    if is_gate_up:
+        granules = granules.transpose(1, 2)
+    in_part: Tensor = (
+        granules.unflatten(3, (4, 2)).transpose(3, 4) if scale_bytes == 1 else granules.unflatten(3, (2, 4))
+    )
+    return in_part
 
 
 def _runs(count: int, whole: int) -> list[tuple[int, int]]:
