@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 37
+#define DFLASH_ABI_VERSION 38
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
