@@ -240,6 +240,15 @@ def test_what_else_has_a_report_and_what_is_read_are_not_replaced(tmp_path):
     assert sorted(path.name for path in training.iterdir()) == ["checkpoints", "drafter", "report.json"]
 
 
+def test_output_and_text_are_looked_at_before_checkpoints_are_fetched(tmp_path):
+    hub = ["--target", "nobody/nothing", "--format", "fp8"]
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    assert f"--output {taken}: is no quantized pair" in refusal("quantize", *hub, "--output", taken)
+    line = refusal("quantize", *hub, "--output", tmp_path / "made", "--text", tmp_path / "none.txt")
+    assert line == f"error: --text {tmp_path / 'none.txt'}: cannot be read: No such file or directory"
+
+
 def test_a_text_s_own_ends_of_lines_end_no_line_of_json(tmp_path):
     codec = TextCodec.load(TINY / "target", {})
     file = tmp_path / "text.jsonl"

@@ -19,7 +19,7 @@ from trtllm_dflash.quantize.drafter import quantize_drafter
 from trtllm_dflash.quantize.modelopt import load_modelopt
 from trtllm_dflash.quantize.report import QuantizeReport, as_json, measure
 from trtllm_dflash.quantize.target import quantize_target
-from trtllm_dflash.quantize.text import Samples, read_samples
+from trtllm_dflash.quantize.text import Samples, check_text, read_samples
 from trtllm_dflash.session.device import pick_device
 from trtllm_dflash.text.tokenizer import TextCodec
 
@@ -56,6 +56,8 @@ def quantize(
         DFlashError: checkpoints, settings or the output cannot be used; nothing is left half-written.
     """
     load_modelopt()
+    _check_output(output, force)  # before checkpoints come from a hub
+    check_text(settings.text)
     folders = {"target": resolve(settings.target)}
     if settings.drafter is not None:
         folders["drafter"] = resolve(settings.drafter)
@@ -73,10 +75,6 @@ def quantize(
         )
     samples = read_samples(settings.text, codec, settings.samples, settings.held_back, length)
     check_apart(output, folders)
-    if output.exists() and not _is_quantized(output):
-        raise not_replaced(output, "no quantized pair")
-    if output.exists() and not force:
-        raise EngineError(f"--output {output}: exists; use another, or --force to replace it")
     report = QuantizeReport(
         settings.format, settings.kv, len(samples.calibration), len(samples.held_back), computed_in=""
     )
@@ -87,6 +85,13 @@ def quantize(
             file.chmod(aside.stat().st_mode & 0o666)
         (aside / REPORT_FILE).write_text(json.dumps(as_json(report), indent=2) + "\n", encoding="utf-8")
     return report
+
+
+def _check_output(output: Path, force: bool) -> None:
+    if output.exists() and not _is_quantized(output):
+        raise not_replaced(output, "no quantized pair")
+    if output.exists() and not force:
+        raise EngineError(f"--output {output}: exists; use another, or --force to replace it")
 
 
 def _is_quantized(output: Path) -> bool:

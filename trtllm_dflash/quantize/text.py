@@ -24,6 +24,15 @@ class Samples:
     held_back: list[Sample]
 
 
+def check_text(text: Path) -> None:
+    """Checks, before what takes long, that a text can be read.
+
+    Raises:
+        SettingsError: it cannot.
+    """
+    _read(text)
+
+
 def read_samples(text: Path, codec: TextCodec, samples: int, held_back: int, length: int) -> Samples:
     """Reads samples of a text, evenly from all of it.
 
