@@ -277,22 +277,6 @@ def test_a_number_that_no_engine_can_have_is_refused(flags, reason, own_pair, tm
     assert not (tmp_path / "engine").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "flag"),
-    [
-        (["build", "--plan", "--model", "qwen3-8b", "--gpu", ""], "--gpu"),
-        (["build", "--target", "", "--drafter", "other"], "--target"),
-        (["quantize", "--target", "", "--format", "fp8"], "--target"),
-        (["launch", "--model", "qwen3-8b", "--runtime", ""], "--runtime"),
-        (["bench", "step", "--shape", ""], "--shape"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else value[0],
-)
-def test_a_flag_that_a_shell_left_empty_is_told(words, flag):
-    """`--gpu "$GPU"`, for one: it would plan for all that are known."""
-    assert refusal(*words) == f"error: {flag}: is empty; leave it out for the default"
-
-
 def test_what_to_build_must_be_said():
     assert "--model NAME" in refusal("build")
     assert "--target" in refusal("build", "--drafter", "anything")

@@ -562,6 +562,7 @@ def test_a_quantized_checkpoint_is_planned_as_its_backend_multiplies_it(layout, 
         ((*MODEL, "--cache-length", 10**20), f"--cache-length {10**20}: Input should be less than 2147483648"),
         ((*MODEL, "--gpu", "h200", "--kv-memory", "inf"), "--kv-memory inf: Input should be a finite number"),
         ((*MODEL, "--gpu", "sm120"), "--gpu sm120: --plan knows b300,"),
+        ((*MODEL, "--gpu", ""), "--gpu : --plan knows b300,"),  # of a shell that does not know the variable
         ((*MODEL, "--gpu", "b300", "--acceptance", 11), "--acceptance 11: a block of 10 rows commits 1 to 10 tokens"),
         (
             (*MODEL, "--gpu", "b300", "--cache-length", 4096),

@@ -440,19 +440,20 @@ DFLASH_API cudaError_t dflash_quantize(const dflash_quantize_params* params, cud
  * columns, or those that are left behind them. It is parts of 32 columns, each the numbers of the first 8 rows, [8, 16
  * bytes], two of E2M1 a byte, the even one in the low half; those of the others; and the scales [8, 2], E8M0, of the
  * first rows and the others, 128 at most. The 8 are rows 0, 2, 4, 6, 1, 3, 5 and 7. Four granules are a slab, of an
- * expert's last ones perhaps fewer: their tiles of the first columns lie together, then those of the next. Beside BF16 the bits of each four bytes, eight
- * numbers, are interleaved: with number i as a pair's lower half and i + 4 as its upper one, where BF16 has sign,
- * exponent's low bits and fraction (bits 15, 8, 7 and 6), pair 0 is the word there, 1 the word rotated left by 10, 2 by
- * 13; 3 has its sign at bit 3, its exponent at 1 and 0 and its fraction at 4. H and F are multiples of 32 then, else of
- * 16. Shared memory has to hold 16 rows of the wider of them, or 8, which then share the reading of an expert.
+ * expert's last ones perhaps fewer: their tiles of the first columns lie together, then those of the next. Beside BF16
+ * the bits of each four bytes, eight numbers, are interleaved: with number i as a pair's lower half and i + 4 as its
+ * upper one, where BF16 has sign, exponent's low bits and fraction (bits 15, 8, 7 and 6), pair 0 is the word there, 1
+ * the word rotated left by 10, 2 by 13; 3 has its sign at bit 3, its exponent at 1 and 0 and its fraction at 4. H and F
+ * are multiples of 32 then, else of 16. Shared memory has to hold 16 rows of the wider of them, or 8, which then share
+ * the reading of an expert.
  *
  * In INT4 a weight is [E, O, I / 8] int32, eight numbers from -8 to 7 each, the first in the lowest bits, stored as
  * themselves and 8, with BF16 scales [E, O, I / 32]. A number times its scale is rounded to the type, and in FP16 the
  * scale too. H and F are multiples of 256.
  *
  * In NVFP4 a weight is tiles as MXFP4's, whose 8 rows are in order and whose scales are [8, 2, 2], two of E4M3 for 32
- * numbers; and FP32 scales [E, O]. E4M3 ones have no sign and are numbers: 0x7f counts as 480. Numbers times these are not rounded, and sums are
- * scaled by the FP32 ones. H and F are multiples of 32.
+ * numbers; and FP32 scales [E, O]. E4M3 ones have no sign and are numbers: 0x7f counts as 480. Numbers times these are
+ * not rounded, and sums are scaled by the FP32 ones. H and F are multiples of 32.
  *
  * In FP8 a weight is E4M3 [E, O, I] with FP32 scales, [E, O] or [E, ceil(O / 128), ceil(I / 128)]; sums are scaled, not
  * weights. Its codes that are not numbers (0x7f, 0xff) are not told apart: they count as 480. */

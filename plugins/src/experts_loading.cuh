@@ -18,8 +18,8 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, void const* from, boo
         "r"(is_there ? 16 : 0), "l"(read_once_policy()));
 }
 
-// Likewise kFrom bytes behind both places, or nothing if there are no more than so many. One address serves all copies,
-// as the condition is the copy's: a branch around it has the compiler add kFrom again in each.
+// Likewise kFrom bytes behind both places, or nothing if there are no more than kFrom bytes. One address serves all
+// copies, as the condition is the copy's: a branch around it has the compiler add kFrom again in each.
 template <int kFrom>
 __device__ __forceinline__ void copy_async_16_behind(uint32_t to, char const* from, int bytes)
 {
@@ -38,7 +38,6 @@ __device__ __forceinline__ void copy_async_16_behind(uint32_t to, char const* fr
 template <Weight kWeight, bool kGateUp, typename Walk = Cursor>
 struct Weights
 {
-    static constexpr int kUnitBytes = unit_bytes(kWeight);
     static constexpr int kTileBytes = tile_bytes(kWeight);
 
     Product const& p;
@@ -51,7 +50,7 @@ struct Weights
     Walk cursor;
     int unit = 0;
     char const* from = nullptr; // this lane's first of the granule, of tiles of the next unit
-    int left = 0; // of tiles, bytes of the granule behind that
+    int left = 0; // of tiles, bytes of the granule from there on; less than none where the lane has none
     int tile_stride = 0; // from a granule's tile to its next
     int in_slab = 0; // granules before it in its slab
     char const* scales_from = nullptr; // INT4's; of the first 16 lanes a row each
@@ -93,7 +92,8 @@ struct Weights
         commit_copies(); // empty ones at the end, so that the count of pending ones stays right
     }
 
-    // A row's last tile may have fewer parts, and with it the slab's before it.
+    // A row's last tile may have fewer parts, and with it the slab's before it: of lanes that copy, `whole - own` is
+    // what each of them lacks.
     __device__ __forceinline__ void load_tiles(int place)
     {
         static_assert(kTileBytes > 2 * 512 && kTileBytes <= 3 * 512); // a warp's copies

@@ -352,7 +352,8 @@ __device__ __forceinline__ void find_routing(Product const& p, Layout const& lay
     }
 }
 
-// Of a row's last tile, parts that are not there meet inputs of zeros: what lies in their place must be numbers.
+// Of a row's last tile, parts that are not there meet inputs of zeros: what lies in their place must be numbers, these
+// zeros or an earlier tile's same part.
 template <Weight kWeight>
 __device__ __forceinline__ void clear_ring(Product const& p, unsigned char* ring)
 {

@@ -40,13 +40,13 @@ def show_plan(
 
     without_gpu = {name: value for name, value in flags.items() if name != "gpu"}
     settings = build_settings(model, assignments, without_gpu, planned=True)
-    gpu = flags.get("gpu") or settings.gpu
-    wanted = validated(PlanSettings, {**planned, **({"gpu": gpu.lower()} if gpu else {})})
+    gpu = flags.get("gpu", settings.gpu)
+    wanted = validated(PlanSettings, {**planned, **({} if gpu is None else {"gpu": gpu.lower()})})
     settings = settings.model_copy(update={"gpu": None})
     if operating:
         _show_operation(settings, wanted, operating, as_json)
         return
-    found = make_plan(settings, wanted) if gpu else compare_gpus(settings, wanted)
+    found = compare_gpus(settings, wanted) if gpu is None else make_plan(settings, wanted)
     if as_json:
         click.echo(found.model_copy(update={"command": command_line()}).model_dump_json(indent=2))
         return

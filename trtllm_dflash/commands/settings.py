@@ -11,14 +11,7 @@ Settings = TypeVar("Settings", bound=BaseModel)
 
 
 def given(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep the flags that were given; settings have the defaults of the others.
-
-    Raises:
-        SettingsError: one was given nothing, as `--gpu "$GPU"` is by a shell that does not know the variable.
-    """
-    for name, value in flags.items():
-        if value == "":
-            raise SettingsError(f"{flag_of(name)}: is empty; leave it out for the default")
+    """Keep the flags that were given; settings have the defaults of the others."""
     return {name: value for name, value in flags.items() if value not in (None, ())}
 
 

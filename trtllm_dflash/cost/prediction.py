@@ -51,8 +51,8 @@ _ROW_SIZE = 4096
 
 _CONTEXT = 10.9e-6  # seconds of what the drafter keeps of tokens where it does not draft
 _SHARED = 1.2e-6  # seconds a layer more of mixtures with an expert that all rows go through
-# Likewise less of few rows, whose experts the blocks that multiply choose, but by sigmoids. They do of up to 16 rows,
-# but most numbers above 8 are computed as many.
+# Likewise less of few rows, whose experts the blocks that multiply choose, but by sigmoids. They do of up to 16 rows
+# where those are computed as few: experts in tiles, mostly, and they are fitted better without it above 8.
 _CHOOSING, _CHOOSING_ROWS = 2.05e-6, 8
 # Likewise less of a row that is alone, of experts in tiles: both products stand side by side, and the second adds up.
 _ALONE, _TILED = 4.7e-6, ("mxfp4", "nvfp4")
@@ -90,6 +90,7 @@ _EXPERTS_IN_FP8 = _Experts(15.8e-6, 0.166, 7.43e12)
 _EXPERTS = {
     None: _Experts(4.2e-6, 1.5),
     "mxfp4": _Experts(12.4e-6, 0.744, 9.65e12),
+    "int4": _Experts(13.2e-6, 0.744),
     "fp8": _EXPERTS_IN_FP8,
     "fp8-blocks": _EXPERTS_IN_FP8,
 }
@@ -184,7 +185,9 @@ def _layer_latency(config: EngineConfig, gpu: PublishedGPU, part: PartWork) -> f
     if moe is None or not part.experts.bytes:
         return latency
     latency += _experts(config).latency + (_SHARED if moe.shared_size else 0.0)
-    latency -= _ALONE if part.rows == 1 and gpu.hopper and stored_experts(config.target) in _TILED else 0.0
+    is_ours = config.backend == "torch" and config.dtype in HALVES
+    is_alone = is_ours and gpu.hopper and part.rows == 1 and stored_experts(config.target) in _TILED
+    latency -= _ALONE if is_alone else 0.0
     return latency - (_CHOOSING if part.rows <= _CHOOSING_ROWS and moe.scores == "softmax" else 0.0)
 
 
