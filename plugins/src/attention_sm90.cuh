@@ -11,6 +11,7 @@
 #include "attention_work.cuh"
 #include "instructions.cuh"
 #include "launch.cuh"
+#include "tensor_copy.cuh"
 #include "tensor_map.cuh"
 #include "wgmma.cuh"
 
@@ -87,10 +88,7 @@ __device__ __forceinline__ void meet_group(int group)
 __device__ __forceinline__ void copy_tile(
     uint32_t to, CUtensorMap const& from, TilePlace const& at, int head, uint32_t barrier)
 {
-    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-                 " [%0], [%1, {%2, %3, %2, %4, %5}], [%6], %7;" ::"r"(to),
-        "l"(&from), "r"(0), "r"(at.row), "r"(head), "r"(at.page), "r"(barrier), "l"(read_once_policy())
-        : "memory");
+    copy_box_5d(to, from, 0, at.row, 0, head, at.page, barrier, read_once_policy());
 }
 
 // -- inputs -----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@
 #include "attention_work.cuh"
 #include "instructions.cuh"
 #include "launch.cuh"
+#include "tensor_copy.cuh"
 #include "wgmma.cuh"
 
 #include <cuda.h>
@@ -50,11 +51,7 @@ struct WideShared
 __device__ __forceinline__ void copy_part(
     uint32_t to, CUtensorMap const& from, TilePlace const& at, int head, int half, uint32_t barrier)
 {
-    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-                 " [%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;" ::"r"(to),
-        "l"(&from), "r"(0), "r"(at.row), "r"(half * (WideShared::kColumns / kAtom)), "r"(head), "r"(at.page),
-        "r"(barrier), "l"(read_once_policy())
-        : "memory");
+    copy_box_5d(to, from, 0, at.row, half * (WideShared::kColumns / kAtom), head, at.page, barrier, read_once_policy());
 }
 
 // A ring of parts in shared memory, and for each place a barrier that its part has come and one that its readers are

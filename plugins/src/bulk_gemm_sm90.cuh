@@ -7,6 +7,7 @@
 #pragma once
 
 #include "tall_gemm_sm90.cuh"
+#include "tensor_copy.cuh"
 
 namespace dflash
 {
@@ -153,21 +154,15 @@ struct Loader
     __device__ __forceinline__ void load_weight() const
     {
         expect_bytes(shared.full(stage.at), kStageBytes);
-        asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
-                     " [%0], [%1, {%2, %3, %3, %4}], [%5];" ::"r"(shared.weight(stage.at)),
-            "l"(&launch.weight), "r"(line * kLine), "r"(0), "r"(place.output / kGranule),
-            "r"(shared.full(stage.at))
-            : "memory");
+        copy_box_4d(
+            shared.weight(stage.at), launch.weight, line * kLine, 0, 0, place.output / kGranule, shared.full(stage.at));
     }
 
     __device__ __forceinline__ void load_inputs() const
     {
         constexpr int kOwn = kRows / kBlocks;
-        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-                     " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared.inputs(stage.at) + items.rank * kOwn * kLine),
-            "l"(&launch.inputs), "r"(line * kLine), "r"(place.row + items.rank * kOwn),
-            "r"(shared.full(stage.at)), "h"(static_cast<uint16_t>((1 << kBlocks) - 1))
-            : "memory");
+        multicast_box_2d(shared.inputs(stage.at) + items.rank * kOwn * kLine, launch.inputs, line * kLine,
+            place.row + items.rank * kOwn, shared.full(stage.at), (1 << kBlocks) - 1);
     }
 
     // Weights of the first stages come before the kernel waits for the one before it: that one makes the inputs.

@@ -4,6 +4,7 @@
 #include "experts_many_layout.cuh"
 #include "instructions.cuh"
 #include "launch.cuh"
+#include "tensor_copy.cuh"
 
 namespace dflash
 {
@@ -15,23 +16,6 @@ namespace many
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 // -- copies -----------------------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void copy_weight(
-    uint32_t to, CUtensorMap const& map, int byte, int row, int expert, uint32_t barrier, uint64_t policy)
-{
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-                 " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
-        "l"(&map), "r"(byte), "r"(row), "r"(expert), "r"(barrier), "l"(policy)
-        : "memory");
-}
-
-__device__ __forceinline__ void copy_inputs(uint32_t to, CUtensorMap const& map, int pair, int atom, uint32_t barrier)
-{
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
-                 " [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
-        "l"(&map), "r"(0), "r"(pair), "r"(atom), "r"(barrier)
-        : "memory");
-}
 
 __device__ __forceinline__ void copy_bytes_once(
     uint32_t to, void const* from, int bytes, uint32_t barrier, uint64_t policy)
@@ -187,8 +171,9 @@ struct Loader
 #pragma unroll
             for (int half = 0; half < 2; ++half)
             {
-                copy_weight(to + half * S::kHalfBytes, launch.weight[item.count - 1], step * S::kLineBytes,
-                    first_row<kGateUp>(launch.p, item, half), item.group.expert, barrier, policy);
+                int const row = first_row<kGateUp>(launch.p, item, half);
+                copy_box_3d(to + half * S::kHalfBytes, launch.weight[item.count - 1], step * S::kLineBytes, row,
+                    item.group.expert, barrier, policy);
             }
         }
     }
@@ -219,8 +204,8 @@ struct Loader
     {
         if (lane == 0)
         {
-            copy_inputs(shared.inputs(next.at), launch.inputs[boxes_of(item) - 1], item.group.first, step * S::kAtoms,
-                shared.full(next.at));
+            copy_box_3d(shared.inputs(next.at), launch.inputs[boxes_of(item) - 1], 0, item.group.first,
+                step * S::kAtoms, shared.full(next.at));
         }
     }
 };

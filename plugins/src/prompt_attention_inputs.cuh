@@ -4,6 +4,7 @@
 
 #include "instructions.cuh"
 #include "prompt_attention_work.cuh"
+#include "tensor_copy.cuh"
 #include "tensor_map.cuh"
 
 #include <cuda.h>
@@ -36,15 +37,6 @@ struct Shared
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-__device__ __forceinline__ void copy_box(
-    uint32_t to, CUtensorMap const& from, int c1, int c2, int c3, int c4, uint32_t barrier)
-{
-    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-                 " [%0], [%1, {%2, %3, %4, %5, %6}], [%7];" ::"r"(to),
-        "l"(&from), "r"(0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(barrier)
-        : "memory");
-}
 
 // A place of a ring, and how often it has gone round.
 template <int kPlaces>
@@ -175,7 +167,7 @@ struct Inputs
 #pragma unroll
         for (int half = 0; half < D / kAtom; ++half)
         {
-            copy_box(queries(next.at) + half * S::kHalfBytes, from, 0, item.first_row, half, item.head, barrier);
+            copy_box_5d(queries(next.at) + half * S::kHalfBytes, from, 0, 0, item.first_row, half, item.head, barrier);
         }
         next.advance();
     }
@@ -195,7 +187,8 @@ struct Inputs
 #pragma unroll
                 for (int half = 0; half < D / kAtom; ++half)
                 {
-                    copy_box(to + half * S::kHalfBytes, from, boxes.row[i], half, item.head, boxes.page[i], barrier);
+                    copy_box_5d(
+                        to + half * S::kHalfBytes, from, 0, boxes.row[i], half, item.head, boxes.page[i], barrier);
                 }
             }
         }

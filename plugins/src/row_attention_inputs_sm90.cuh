@@ -5,6 +5,7 @@
 #include "heads.cuh"
 #include "instructions.cuh"
 #include "row_attention_work.cuh"
+#include "tensor_copy.cuh"
 
 #include <cuda.h>
 #include <type_traits>
@@ -89,10 +90,7 @@ struct Tiles
     {
         uint32_t const barrier = full + which * 8;
         expect_bytes(barrier, S::kTileBytes);
-        asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-                     " [%0], [%1, {%2, %3, %2, %4, %5}], [%6], %7;" ::"r"(at + which * S::kTileBytes),
-            "l"(&from), "r"(0), "r"(place.row), "r"(head), "r"(place.page), "r"(barrier), "l"(read_once_policy())
-            : "memory");
+        copy_box_5d(at + which * S::kTileBytes, from, 0, place.row, 0, head, place.page, barrier, read_once_policy());
     }
 
     __device__ __forceinline__ void wait_for(int which, int round) const

@@ -2,21 +2,12 @@
 #pragma once
 
 #include "skinny_gemm_layout.cuh"
+#include "tensor_copy.cuh"
 
 namespace dflash
 {
 namespace skinny
 {
-
-// Copies a tile of a tensor map, from its column and its first row on. Of its rows, each 128 bytes, the 16-byte parts
-// go to the places that `swizzled` says; rows past the tensor's are zeros.
-__device__ __forceinline__ void copy_tile(uint32_t to, CUtensorMap const& map, int column, uint32_t barrier)
-{
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-                 " [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-        "l"(&map), "r"(column), "r"(0), "r"(barrier)
-        : "memory");
-}
 
 // Turns BF16 inputs of a run, those of token l / 4 in lane l, into FP16 ones times a power of two that brings the
 // token's largest to about 2^14: exact, but for less than 2^-38 of the largest. `back` undoes it for those two tokens
@@ -123,8 +114,8 @@ struct Inputs
 #pragma unroll
         for (int i = 0; i < L::kInputBytes / kLine; ++i)
         {
-            copy_tile(shared_address(own_inputs) + load % 2 * L::kInputs + i * L::kTokens * kLine, launch.inputs,
-                launch.chains.line(place.chain, load_run) * L::kInputBytes + i * kLine,
+            copy_box_2d(shared_address(own_inputs) + load % 2 * L::kInputs + i * L::kTokens * kLine, launch.inputs,
+                launch.chains.line(place.chain, load_run) * L::kInputBytes + i * kLine, 0,
                 barriers + load % 2 * kBarrier);
         }
     }

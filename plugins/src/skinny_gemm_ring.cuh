@@ -2,6 +2,7 @@
 #pragma once
 
 #include "skinny_gemm_layout.cuh"
+#include "tensor_copy.cuh"
 
 namespace dflash
 {
@@ -12,10 +13,7 @@ namespace skinny
 __device__ __forceinline__ void copy_stage(
     uint32_t to, CUtensorMap const& map, int column, int row, int chain, uint32_t barrier)
 {
-    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-                 " [%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
-        "l"(&map), "r"(column), "r"(row), "r"(0), "r"(chain), "r"(barrier), "l"(read_once_policy())
-        : "memory");
+    copy_box_4d(to, map, column, row, 0, chain, barrier, read_once_policy());
 }
 
 // Sixteen rows of a weight, 128 bytes each, in a warp's registers. Lane l has parts of the rows l / 4 and l / 4 + 8: in

@@ -8,6 +8,7 @@
 #include "product_order.cuh"
 #include "row_factors.cuh"
 #include "tall_gemm_epilogue_sm90.cuh"
+#include "tensor_copy.cuh"
 #include "wide_gemm_sm90.cuh"
 
 namespace dflash
@@ -130,20 +131,13 @@ struct Loader
     {
         constexpr int kGranules = L::kOutputs / wide::kGranule, kOwn = kGranules / kBlocks;
         expect_bytes(shared.full(stage.at), L::kStageBytes);
-        asm volatile(
-            "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-            " [%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(shared.weight(stage.at) + tiles.rank * L::kShareBytes),
-            "l"(&launch.weight), "r"(column()), "r"(0), "r"(tiles.of_outputs * kGranules + tiles.rank * kOwn),
-            "r"(shared.full(stage.at)), "h"(static_cast<uint16_t>((1 << kBlocks) - 1))
-            : "memory");
+        multicast_box_4d(shared.weight(stage.at) + tiles.rank * L::kShareBytes, launch.weight, column(), 0, 0,
+            tiles.of_outputs * kGranules + tiles.rank * kOwn, shared.full(stage.at), (1 << kBlocks) - 1);
     }
 
     __device__ __forceinline__ void load_inputs() const
     {
-        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-                     " [%0], [%1, {%2, %3}], [%4];" ::"r"(shared.inputs(stage.at)),
-            "l"(&launch.inputs), "r"(column()), "r"(tiles.first_row()), "r"(shared.full(stage.at))
-            : "memory");
+        copy_box_2d(shared.inputs(stage.at), launch.inputs, column(), tiles.first_row(), shared.full(stage.at));
     }
 
     // Weights of the first stages come before the kernel waits for the one before it: that one makes the inputs.

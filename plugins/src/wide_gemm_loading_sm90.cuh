@@ -1,10 +1,12 @@
-// Products of tens of rows (tokens) with large weights, on Hopper: who computes what, and how it comes into shared memory.
+// Products of tens of rows (tokens) with large weights, on Hopper: who computes what, and how it comes into shared
+// memory.
 #pragma once
 
 #include "dflash_kernels.h"
 #include "element.cuh"
 #include "instructions.cuh"
 #include "launch.cuh"
+#include "tensor_copy.cuh"
 
 #include <algorithm>
 #include <cuda.h>
@@ -227,19 +229,13 @@ struct Loader
     __device__ __forceinline__ void load_weight() const
     {
         expect_bytes(shared.full(stage.at), L::kWeightBytes + launch.box_rows * kLine);
-        asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-                     " [%0], [%1, {%2, %3, %3, %4}], [%5], %6;" ::"r"(shared.weight(stage.at)),
-            "l"(&launch.weight), "r"(lines.column()), "r"(0), "r"(tile * (L::kOutputs / kGranule)),
-            "r"(shared.full(stage.at)), "l"(policy)
-            : "memory");
+        copy_box_4d(shared.weight(stage.at), launch.weight, lines.column(), 0, 0, tile * (L::kOutputs / kGranule),
+            shared.full(stage.at), policy);
     }
 
     __device__ __forceinline__ void load_inputs() const
     {
-        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-                     " [%0], [%1, {%2, %3}], [%4];" ::"r"(shared.inputs(stage.at)),
-            "l"(&launch.inputs), "r"(lines.column()), "r"(share.first_row), "r"(shared.full(stage.at))
-            : "memory");
+        copy_box_2d(shared.inputs(stage.at), launch.inputs, lines.column(), share.first_row, shared.full(stage.at));
     }
 
     // Weights of the first stages come before the kernel waits for the one before it.
