@@ -185,18 +185,20 @@ def _layer_latency(config: EngineConfig, gpu: PublishedGPU, part: PartWork) -> f
     if moe is None or not part.experts.bytes:
         return latency
     latency += _experts(config).latency + (_SHARED if moe.shared_size else 0.0)
-    is_ours = config.backend == "torch" and config.dtype in HALVES
-    is_alone = is_ours and gpu.hopper and part.rows == 1 and stored_experts(config.target) in _TILED
+    is_alone = part.rows == 1 and gpu.hopper and _runs_kernels(config) and stored_experts(config.target) in _TILED
     latency -= _ALONE if is_alone else 0.0
     return latency - (_CHOOSING if part.rows <= _CHOOSING_ROWS and moe.scores == "softmax" else 0.0)
+
+
+def _runs_kernels(config: EngineConfig) -> bool:
+    """Whether an engine's steps are computed by our kernels, on a GPU that has them."""
+    return config.backend == "torch" and config.dtype in HALVES
 
 
 def _has_single_rows(config: EngineConfig, gpu: PublishedGPU, part: PartWork) -> bool:
     """Whether our kernel appends a slot's only row and attends in one launch."""
     target, is_plain = config.target, part.rows_of_slot == 1 and not part.nets
-    is_known = (
-        config.backend == "torch" and gpu.hopper and config.dtype in HALVES and config.cache_dtype == config.dtype
-    )
+    is_known = _runs_kernels(config) and gpu.hopper and config.cache_dtype == config.dtype
     heads, kv_heads = (max(count // config.tp, 1) for count in (target.heads, target.kv_heads))
     fits = fits_single_rows(heads, kv_heads, target.head_size, part.rows, _HOPPER_PROCESSORS)
     return is_plain and is_known and fits and target.latent_attention is None
@@ -236,7 +238,7 @@ def decoded_share(config: EngineConfig, gpu: PublishedGPU) -> float | None:
     None: they are others, or our kernels do not compute them.
     """
     moe, capability = config.target.moe, divmod(gpu.capability, 10)
-    if config.backend != "torch" or moe is None or config.dtype not in HALVES or capability < OLDEST_GPU:
+    if moe is None or not _runs_kernels(config) or capability < OLDEST_GPU:
         return None
     stored = stored_experts(config.target)
     if stored == "nvfp4":

@@ -102,10 +102,10 @@ def _places(tiles: Tensor, values: Tensor, scales: Tensor, is_gate_up: bool) -> 
     """Pairs views of the same shape: of what lies in tiles uint8, and of the same in rows."""
     count, granules, _ = tiles.shape
     blocks = values.shape[-1] // MXFP4_BLOCK_BYTES
-    scale_bytes = scales.shape[-1] // blocks
-    part = GRANULE * (MXFP4_BLOCK_BYTES + scale_bytes)
+    is_nvfp4 = scales.shape[-1] > blocks
+    part, number_bytes = part_bytes(is_nvfp4=is_nvfp4), GRANULE * MXFP4_BLOCK_BYTES
     flat = tiles.view(count, -1)
-    by_granule = [_by_granule(x.unflatten(-1, (blocks, -1)), is_gate_up, scale_bytes) for x in (values, scales)]
+    by_granule = [_by_granule(x.unflatten(-1, (blocks, -1)), is_gate_up, is_nvfp4) for x in (values, scales)]
     for first, past in _runs(granules, _SLAB):
         slab = min(_SLAB, granules - first)
         own = flat[:, first * blocks * part : past * blocks * part].view(count, -1, slab * blocks * part)
@@ -114,22 +114,20 @@ def _places(tiles: Tensor, values: Tensor, scales: Tensor, is_gate_up: bool) -> 
             n = min(_PARTS, blocks - column)
             # [E, S, tiles of a granule, g, n, bytes]
             held = own[:, :, column * slab * part : end * slab * part].unflatten(-1, (-1, slab, n, part))
-            own_numbers, own_scales = held.split([GRANULE * MXFP4_BLOCK_BYTES, GRANULE * scale_bytes], dim=-1)
+            own_numbers, own_scales = held.split([number_bytes, part - number_bytes], dim=-1)
             # [E, S, g, 2, 2, 4, tiles, n, .]
             of_numbers, of_scales = (x[..., column:end, :].unflatten(-2, (-1, n)) for x in own_rows)
             yield own_numbers.unflatten(-1, (2, 2, 4, -1)), of_numbers.permute(0, 1, 6, 2, 7, 3, 4, 5, 8)
             yield own_scales.unflatten(-1, (2, 4, 2, -1)), of_scales.permute(0, 1, 6, 2, 7, 4, 5, 3, 8)
 
 
-def _by_granule(x: Tensor, is_gate_up: bool, scale_bytes: int) -> Tensor:
+def _by_granule(x: Tensor, is_gate_up: bool, is_nvfp4: bool) -> Tensor:
     """Views rows [E, O, blocks, .] by granules: [E, O / 16, 2 halves, 2, 4, blocks, .], 8 as they lie in a part."""
     granules: Tensor = x.unflatten(1, (2, -1, _HALF) if is_gate_up else (-1, 2, _HALF))
     if is_gate_up:
         granules = granules.transpose(1, 2)
-    in_part: Tensor = (
-        granules.unflatten(3, (4, 2)).transpose(3, 4) if scale_bytes == 1 else granules.unflatten(3, (2, 4))
-    )
-    return in_part
+    in_part: Tensor = granules.unflatten(3, (2, 4) if is_nvfp4 else (4, 2))
+    return in_part if is_nvfp4 else in_part.transpose(3, 4)
 
 
 def _runs(count: int, whole: int) -> list[tuple[int, int]]:
