@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 38
+#define DFLASH_ABI_VERSION 39
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -505,6 +505,7 @@ typedef struct
     int32_t has_shared; /* 1: weights, scales and biases have one more expert, the last, which all rows go through */
     int32_t logits_row_stride;
     int32_t shared_gate_row_stride;
+    const int32_t* row_segment; /* [N], or null: rows below 0 are nobody's, and choose no expert: 0, and the residual */
 } dflash_moe_params;
 
 /* Bytes of scratch that dflash_moe needs. */

@@ -337,13 +337,19 @@ __device__ __forceinline__ float shared_share_of(dflash_moe_params const& p, int
     return gates ? sigmoid(to_float(load_new(gates + static_cast<int64_t>(row) * p.shared_gate_row_stride))) : 1.f;
 }
 
+// Whether a row is somebody's: the others lie behind a step's rows where these are fewer than were captured.
+__device__ __forceinline__ bool is_somebodys(dflash_moe_params const& p, int row)
+{
+    return !p.row_segment || load_new(p.row_segment + row) >= 0;
+}
+
 // The index of a lane's expert among this rank's, or -1. Stores the row's experts and shares if told.
 __device__ __forceinline__ int take_choice(
     dflash_moe_params const& p, Route const& route, int row, Chosen const& own, float shared_share, bool stores)
 {
     int const lane = threadIdx.x % 32, chosen = experts_of_row(p);
     int const expert = lane < p.top_k ? own.expert - p.first : p.count;
-    bool const is_own = lane < chosen && expert >= 0 && (expert < p.count || lane == p.top_k);
+    bool const is_own = lane < chosen && expert >= 0 && (expert < p.count || lane == p.top_k) && is_somebodys(p, row);
     if (lane < chosen && stores)
     {
         float share = shared_share;

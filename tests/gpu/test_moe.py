@@ -303,6 +303,23 @@ def test_a_rows_result_is_the_same_to_the_bit_alone_and_among_others(case, many)
         assert moe(x[rows], logits[rows]).equal(out[rows])
 
 
+@needs_kernels
+@pytest.mark.parametrize("many", FEW_AND_MANY)
+@pytest.mark.parametrize("rows", [(1, 0), (5, 3), (12, 4), (20, 12), (0, 8), (200, 56)], ids=str)
+@pytest.mark.parametrize("kind", [Case(1), replace(QWEN3_MOE, rows=1)], ids=str)
+def test_rows_of_nobody_choose_no_expert_and_change_no_other_row(kind, rows, many):
+    """Those behind a step's rows, where a larger step was captured: all alike, and each expert of theirs was read."""
+    real, nobodys = rows
+    case = replace(kind, rows=real + nobodys)
+    weights, x, logits = make_kernel_inputs(case)
+    residual = torch.randn_like(x)
+    segments = torch.arange(case.rows, dtype=torch.int32, device=x.device)
+    segments[real:] = -1
+    moe = moe_kernel(case.layer, Experts.of(weights, case.layer), many)
+    out, plain = (moe(x, logits, None, residual, each) for each in (segments, None))
+    assert out[:real].equal(plain[:real]) and out[real:].equal(residual[real:])
+
+
 NOT_TAKEN = [
     Case(4, hidden=1 << 15, columns=32),  # too wide for shared memory
     Case(4, torch.float32, False),

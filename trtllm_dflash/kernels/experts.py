@@ -43,6 +43,7 @@ MoEParams = structure(
     floats_="share_scale",
     pointers_="gate_up_row_scales down_row_scales shared_gate residual",
     ints__="has_shared logits_row_stride shared_gate_row_stride",
+    pointers__="row_segment",
 )
 
 
@@ -216,7 +217,12 @@ class MoE:
         return self._kernels(self._params(x, logits, shared_gate, residual)) is not None
 
     def __call__(
-        self, x: Tensor, logits: Tensor, shared_gate: Tensor | None = None, residual: Tensor | None = None
+        self,
+        x: Tensor,
+        logits: Tensor,
+        shared_gate: Tensor | None = None,
+        residual: Tensor | None = None,
+        row_segment: Tensor | None = None,
     ) -> Tensor:
         """Computes `Ops.moe` for rows x [N, H]: [N, H].
 
@@ -224,11 +230,16 @@ class MoE:
             logits: [N, experts]; rows may lie apart, as parts of wider ones do.
             shared_gate: [N, 1], likewise: how much the expert of all rows gives, before its sigmoid. None: all of it.
             residual: [N, H], added.
+            row_segment: int32 [N]: rows below 0 are nobody's, and choose no expert. None: all choose.
         """
         check(self.takes(x, logits, shared_gate, residual), f"experts' feed-forward of {tuple(x.shape)} {x.dtype}")
+        is_right = row_segment is None or (row_segment.shape == x.shape[:1] and row_segment.dtype == torch.int32)
+        check(
+            is_right and (row_segment is None or row_segment.is_contiguous()), f"segments that are not int32 [{len(x)}]"
+        )
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         params = self._params(x, logits, shared_gate, residual)
-        params.out = out.data_ptr()
+        params.out, params.row_segment = out.data_ptr(), address(row_segment)
         chosen = self._kernels(params)
         assert chosen is not None
         name, size = chosen

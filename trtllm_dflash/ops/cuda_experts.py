@@ -62,11 +62,17 @@ class CudaExperts(TorchOps):
         rows, scores = (of.flatten(0, 1).split(kernels.MOE_ROWS) for of in (x, logits))
         absent: tuple[Tensor | None, ...] = (None,) * len(rows)
         more = [absent if of is None else of.flatten(0, 1).split(kernels.MOE_ROWS) for of in (shared_gate, stream)]
+        segments = self._row_segment(sum(map(len, rows)))
+        more.append(absent if segments is None else segments.split(kernels.MOE_ROWS))
         calls = list(zip(rows, scores, *more, strict=True))
-        if not compute.takes(*calls[0]):
+        if not compute.takes(*calls[0][:4]):
             return None
         out = [compute(*call) for call in calls]
         return (out[0] if len(out) == 1 else torch.cat(out)).view_as(x)
+
+    def _row_segment(self, rows: int) -> Tensor | None:
+        """Tells which of so many rows are somebody's: int32 [rows], below 0 where one is not. None: all are."""
+        return None
 
 
 def moe_kernel(layer: MoELayer, experts: Experts, many: bool | None = None) -> kernels.MoE:

@@ -83,6 +83,9 @@ class CudaOps(CudaCaches, CudaExperts, CudaProducts):
     def gather_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x if rows.shape[1] == x.shape[1] else x[:, rows[0]]
 
+    def _row_segment(self, rows: int) -> Tensor | None:
+        return self._layout.row_segment if len(self._layout.row_segment) == rows else None
+
     # -- attention ---------------------------------------------------------------------------------------------------
 
     def self_attention(self, layer: AttentionLayer, qkv: Tensor, start: Tensor) -> Tensor:
