@@ -1,4 +1,5 @@
-// The flat rows of a step: laid out at its begin from what the host wrote and slots kept, and what slots keep of them.
+// The flat rows of a step: laid out at its begin from what the host wrote and slots kept, what slots keep of them, and
+// what the host reads.
 #include "dflash_kernels.h"
 #include "launch.cuh"
 #include "philox.cuh"
@@ -323,6 +324,18 @@ __global__ void __launch_bounds__(kEndThreads* static_cast<int>(Kept::kCount))
     }
 }
 
+constexpr int kSendThreads = 256;
+
+__global__ void __launch_bounds__(kSendThreads) send_kernel(dflash_send_params const p)
+{
+    trigger();
+    wait();
+    for (int i = threadIdx.x; i < p.count; i += kSendThreads)
+    {
+        p.host[i] = p.numbers[i];
+    }
+}
+
 } // namespace
 } // namespace dflash
 
@@ -355,4 +368,14 @@ extern "C" cudaError_t dflash_end_rows(dflash_end_rows_params const* p, cudaStre
     }
     int const threads = dflash::kEndThreads * static_cast<int>(dflash::Kept::kCount);
     return dflash::launch_kernel(dflash::end_rows_kernel, dim3(p->segment_count), threads, 0, stream, *p);
+}
+
+extern "C" cudaError_t dflash_send(dflash_send_params const* p, cudaStream_t stream)
+{
+    if (p->count < 0)
+    {
+        return cudaErrorInvalidValue;
+    }
+    return p->count == 0 ? cudaSuccess
+                         : dflash::launch_kernel(dflash::send_kernel, dim3(1), dflash::kSendThreads, 0, stream, *p);
 }

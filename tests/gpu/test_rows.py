@@ -12,6 +12,7 @@ from trtllm_dflash import kernels
 from trtllm_dflash.kernels import Rows
 from trtllm_dflash.ops.base import AttentionLayer
 from trtllm_dflash.ops.torch_ops import TorchOps
+from trtllm_dflash.session.host_copies import HostCopies
 from trtllm_dflash.session.philox import uniform_numbers
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -284,6 +285,32 @@ def test_pages_that_are_not_there_are_not_copied():
     for refused in ((5, 0, 1), (0, -1, 1), (0, 1, 65)):
         with pytest.raises(ValueError, match="of 5 of 64 rows"):
             copy(*refused)
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (32, 9), (64, 17), (5, 1000)], ids=str)
+def test_what_is_sent_is_there_once_the_event_is_past(shape):
+    numbers = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device="cuda")
+    host, event = HostCopies()(numbers)
+    event.synchronize()
+    assert host.is_pinned() and host.equal(numbers.cpu())
+
+
+def test_memory_is_nobody_elses_before_it_has_been_sent_to():
+    """Outcomes that nobody keeps, of steps that are yet to run: the allocator would give their memory to others."""
+    copies, numbers = HostCopies(), torch.arange(100, dtype=torch.int32, device="cuda")
+    torch.cuda._sleep(20_000_000)
+    for _ in range(20):
+        copies(numbers)
+    others = [torch.zeros(100, dtype=torch.int32, pin_memory=True) for _ in range(40)]
+    torch.cuda.synchronize()
+    assert not any(other.any() for other in others)
+
+
+def test_what_is_no_int32_is_not_sent():
+    with pytest.raises(ValueError, match="are not"):
+        kernels.send(torch.zeros(4, dtype=torch.int32, device="cuda"), torch.zeros(5, dtype=torch.int32))
+    with pytest.raises(ValueError, match="are not"):
+        kernels.send(torch.zeros(4, device="cuda"), torch.zeros(4))
 
 
 # -- append, then attention --------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ from trtllm_dflash.kernels.row_attention import (
     row_arrivals,
     takes_single_rows,
 )
-from trtllm_dflash.kernels.rows import Rows, accept_rows, begin_rows, end_rows
+from trtllm_dflash.kernels.rows import Rows, accept_rows, begin_rows, end_rows, send
 from trtllm_dflash.kernels.shape import (
     KeptPenalties,
     RowMasks,
@@ -157,6 +157,7 @@ __all__ = [
     "rms_norm",
     "router",
     "row_arrivals",
+    "send",
     "set_pages",
     "shape_changed_logits",
     "shape_logits",

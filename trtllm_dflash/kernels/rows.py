@@ -34,6 +34,9 @@ EndRowsParams = structure(
 )
 
 
+SendParams = structure("dflash_send_params", ints="count", pointers="numbers host")
+
+
 @dataclass(frozen=True)
 class Rows:
     """The layout of a step's N flat rows, G segments and R logits; int32 all but the numbers.
@@ -247,3 +250,16 @@ def check_targets(rows: Rows, target_ids: Tensor) -> None:
     """Refuses choices of the target that are not contiguous int32, one for each logit."""
     is_right = target_ids.dtype == torch.int32 and target_ids.is_contiguous()
     check(is_right and target_ids.numel() == len(rows.logit_rows), f"target_ids must be int32 [{len(rows.logit_rows)}]")
+
+
+def send(numbers: Tensor, host: Tensor) -> None:
+    """Copies int32 numbers of a device to pinned memory of the host, behind what is on its way there.
+
+    Args:
+        host: pinned int32, of as many numbers. The caller holds it until the kernel has run: the allocator of pinned
+            memory does not know of it.
+    """
+    is_right = numbers.dtype == host.dtype == torch.int32 and numbers.is_contiguous() and host.is_contiguous()
+    check(is_right and numbers.numel() == host.numel(), f"{tuple(host.shape)} int32 are not {tuple(numbers.shape)}")
+    params = SendParams(count=numbers.numel(), numbers=numbers.data_ptr(), host=host.data_ptr())
+    run("dflash_send", params, stream())

@@ -5,7 +5,7 @@ import torch
 from trtllm_dflash import kernels
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.ladder import PIECES, StepKind, shared_lengths
-from trtllm_dflash.session.outcome import Outcome
+from trtllm_dflash.session.outcome import Copy, Outcome
 from trtllm_dflash.session.report import Report
 from trtllm_dflash.session.shares import BELIEF, GUESS, MEMORY
 
@@ -60,16 +60,17 @@ class CapturedShares:
 
 
 def outcome_of(
-    decided: Tensor, kind: StepKind, slots: int, pieces: int, report: Report | None, ranks: int = 0
+    decided: Tensor, kind: StepKind, slots: int, pieces: int, report: Report | None, ranks: int, copy: Copy
 ) -> Outcome:
     """Makes the outcome of a captured step in which so many slots and pieces took part.
 
     Args:
         ranks: of each segment's drafts, so many, behind the target's choices.
+        copy: to the host.
     """
     if kind.shares:
-        return SharedOutcome(decided, kind.segments, slots, pieces, ranks)
-    return Outcome(decided[: slots + pieces], report, first_rank=1 + kind.rows if ranks else 0)
+        return SharedOutcome(decided, kind.segments, slots, pieces, ranks, copy)
+    return Outcome(decided[: slots + pieces], report, first_rank=1 + kind.rows if ranks else 0, copy=copy)
 
 
 class SharedOutcome(Outcome):
@@ -80,12 +81,13 @@ class SharedOutcome(Outcome):
         segments: G.
         slots, pieces: those that took part.
         ranks: of each segment's drafts that are told; 0: none.
+        copy: to the host.
     """
 
-    def __init__(self, told: Tensor, segments: int, slots: int, pieces: int, ranks: int = 0) -> None:
+    def __init__(self, told: Tensor, segments: int, slots: int, pieces: int, ranks: int, copy: Copy) -> None:
         # G * (1 + Bd + ranks), G and Bd - 1 numbers.
         self._drafts = (len(told) - segments * (3 + ranks)) // (segments + 1)
-        super().__init__(told, first_rank=2 + self._drafts if ranks else 0)
+        super().__init__(told, first_rank=2 + self._drafts if ranks else 0, copy=copy)
         self._segments, self._slots, self._pieces = segments, slots, pieces
         self._of_segments = segments * (2 + self._drafts + ranks)
 

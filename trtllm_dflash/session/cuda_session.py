@@ -49,6 +49,7 @@ from trtllm_dflash.session.choice import (
     torch_choice,
 )
 from trtllm_dflash.session.graphs import StepGraphs, decoded_rows, words_of, words_of_inputs
+from trtllm_dflash.session.host_copies import HostCopies
 from trtllm_dflash.session.kernels import Kernels
 from trtllm_dflash.session.limits import StepLimits
 from trtllm_dflash.session.outcome import Outcome
@@ -119,6 +120,7 @@ class CudaSession(TorchSession):
         self._moves = path_moves(*of_trees) if config.draft_tree else None
         self._captured_shares = CapturedShares.of(config, device) if is_ours else None
         self._sampling = [SlotSampling()] * config.max_batch  # what the device keeps of each slot
+        self._copies = HostCopies()
         self._constants: dict[tuple[int, int], Tensor] = {}
         self._arrivals = self._row_arrivals()
         self._pool = torch.cuda.graph_pool_handle()  # one for all: they never run at the same time
@@ -264,7 +266,7 @@ class CudaSession(TorchSession):
         self._replay(captured, words_of(call, kind))
         report = self._finish_flat(captured, call) if shaped else None
         ranks = self._ranks_told(kind)
-        outcome = outcome_of(captured.decided, kind, len(call.decode), len(call.pieces), report, ranks)
+        outcome = outcome_of(captured.decided, kind, len(call.decode), len(call.pieces), report, ranks, self._copies)
         self._left = Left.of(outcome, call, kind.rows + ranks) if shaped else None
         return outcome
 

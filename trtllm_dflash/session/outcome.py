@@ -23,6 +23,19 @@ Unpack: TypeAlias = Callable[[bytes, int], tuple[int, ...]]
 Packed: TypeAlias = tuple[bytes, list[int], list[int], list[Unpack]]
 
 
+#: Has numbers of a device copied to the host: they are there once the event is past.
+Copy: TypeAlias = Callable[[Tensor], tuple[Tensor, torch.cuda.Event]]
+
+
+def copy_to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event]:
+    """Has numbers of a device copied to the host, behind the step that makes them: see `Copy`."""
+    # Pinned, so that the host goes on meanwhile.
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+    return host, event
+
+
 @cache
 def _unpackers(width: int) -> list[Unpack]:
     """Makes what unpacks the final tokens of a row of so many int32, by the number of its accepted drafts."""
@@ -52,6 +65,7 @@ class Outcome:
         gains: Tensor | None = None,
         ranks: list[list[int]] | None = None,
         first_rank: int = 0,
+        copy: Copy = copy_to_host,
     ) -> None:
         """decided [B, 1 + R]: `accepted`, then `target_ids`; on the CPU alone, shared [D], gains [drafts] and ranks.
 
@@ -64,11 +78,7 @@ class Outcome:
         self._gained: list[float] = [] if gains is None else gains.tolist()
         self._event: torch.cuda.Event | None = None
         if decided.is_cuda:
-            # Pinned, so that the copy runs behind the step while the host goes on.
-            host = torch.empty(decided.shape, dtype=decided.dtype, pin_memory=True)
-            decided = host.copy_(decided, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+            decided, self._event = copy(decided)
         self._decided = decided
         self._arrived: Ints | None = None  # its rows, once they have arrived
         self._counts: list[int] = []  # accepted drafts of each of them
