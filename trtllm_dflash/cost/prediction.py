@@ -89,7 +89,7 @@ _EXPERTS_IN_FP8 = _Experts(15.8e-6, 0.166, 7.43e12)
 #: By the name of `stored_experts`.
 _EXPERTS = {
     None: _Experts(4.2e-6, 1.5),
-    "mxfp4": _Experts(12.4e-6, 0.744, 9.65e12),
+    "mxfp4": _Experts(11.6e-6, 0.85, 10.2e12),
     "int4": _Experts(13.2e-6, 0.744),
     "fp8": _EXPERTS_IN_FP8,
     "fp8-blocks": _EXPERTS_IN_FP8,
