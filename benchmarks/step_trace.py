@@ -102,8 +102,8 @@ def table(events: list[dict[str, Any]], title: str, most: int) -> list[str]:
         start, name = float(event["ts"]), event["name"]
         gap = max(0.0, start - end)
         idle += gap
-        between += gap if is_read else 0.0  # the first after the copy to the host: the next step
-        is_read = "DtoH" in name
+        between += gap if is_read else 0.0  # the first after what was decided went to the host: the next step
+        is_read = "DtoH" in name or "send_kernel" in name
         stop = start + float(event["dur"])
         path[name] += max(0.0, stop - end)  # type: ignore[assignment]
         count[name] += 1

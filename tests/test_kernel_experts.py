@@ -5,7 +5,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trtllm_dflash.kernels import Matrix, MoE, Routing, experts, takes_tiles
+from trtllm_dflash.kernels import MOE_ROWS, Matrix, MoE, Routing, experts, takes_tiles
+from trtllm_dflash.ops import cuda_experts
+from trtllm_dflash.ops.base import MoELayer
+from trtllm_dflash.ops.cuda_ops import CudaOps
+from trtllm_dflash.ops.cuda_slots import CudaSlotOps
+from trtllm_dflash.ops.experts import Experts
 
 EXPERTS, OUTPUTS, INPUTS = 3, 160, 256
 
@@ -168,3 +173,40 @@ def test_experts_in_tiles_have_the_kernels_for_many_rows_as_soon_as_a_kernel_rou
     for rows in (few, many):
         assert moe.takes(halves(rows, 256), zeros(rows, 16, dtype=scores))
     assert asked == ["dflash_moe", "dflash_moe_many"]
+
+
+class Recorder:
+    """Takes all rows, and notes what it was told of whose they are."""
+
+    def __init__(self):
+        self.told = []
+
+    def takes(self, *_):
+        return True
+
+    def __call__(self, x, logits, shared_gate, residual, row_segment):
+        self.told.append(None if row_segment is None else row_segment.tolist())
+        return x
+
+
+@pytest.mark.parametrize("rows", [5, MOE_ROWS, MOE_ROWS + 7])
+def test_kernels_are_told_which_of_a_steps_flat_rows_are_somebodys(rows, monkeypatch):
+    compute = Recorder()
+    monkeypatch.setattr(cuda_experts, "moe_kernel", lambda layer, experts: compute)
+    monkeypatch.setattr(cuda_experts, "_is_known", lambda layer, experts: True)
+    monkeypatch.setattr(Experts, "of", lambda *_: None)
+    segments = torch.arange(rows, dtype=torch.int32)
+    segments[3:] = -1
+    x, logits, layer = torch.zeros(1, rows, 4), torch.zeros(1, rows, 8), MoELayer("", 8, 0, 8, 2, True, None, "softmax")
+    flat, slots = object.__new__(CudaOps), object.__new__(CudaSlotOps)
+    for ops in (flat, slots):
+        ops.weights = {}
+    flat._layout = SimpleNamespace(row_segment=segments)
+    assert flat.moe(layer, x, logits).shape == x.shape
+    assert [segment for call in compute.told for segment in call] == segments.tolist()
+    assert [len(call) for call in compute.told] == [len(part) for part in x[0].split(MOE_ROWS)]
+    # Rows of another number than the step's are not its flat rows; those of slots are not flat.
+    for ops, given in ((flat, x[:, 1:]), (slots, x)):
+        compute.told.clear()
+        ops.moe(layer, given, logits[:, : given.shape[1]])
+        assert set(compute.told) == {None}

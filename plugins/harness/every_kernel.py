@@ -167,9 +167,16 @@ def tree_rows(decoding: int, pieces: Sequence[int], block: int, caches: Sequence
     drafts = torch.zeros(len(layout.segments), block, dtype=torch.int32, device="cuda")
     kept = tokens, kept_start, 63, targets, found.accepted, found.next_start, drafts, block
     for given in (drafts, None):
-        kernels.end_rows(layout, *kept, given, parents)
+        send(kernels.end_rows(layout, *kept, given, parents))
     ranks = kernels.accept_paths(layout, targets).ranks
     kernels.end_rows(layout, *kept, drafts, parents, ranks, depths=block - 1)
+
+
+def send(decided: Tensor) -> None:
+    """Has the host's memory written to, which is held until it has been."""
+    host = torch.empty(decided.shape, dtype=torch.int32, pin_memory=True)
+    kernels.send(decided, host)
+    torch.cuda.synchronize()
 
 
 def random_trees(slots: int, block: int) -> Tensor:
@@ -183,7 +190,7 @@ def flat_rows(decoding: int, pieces: Sequence[int], block: int = 8) -> None:
     targets = torch.zeros_like(layout.logit_rows)
     accepted, _, _, next_start = kernels.accept_rows(layout, targets)
     drafts = torch.zeros(len(layout.segments), block, dtype=torch.int32, device="cuda")
-    kernels.end_rows(layout, tokens, kept_start, 63, targets, accepted, next_start, drafts, block)
+    send(kernels.end_rows(layout, tokens, kept_start, 63, targets, accepted, next_start, drafts, block))
     shared_rows(layout, accepted, next_start, decoding)
 
 
@@ -494,7 +501,9 @@ def mixture(
         moe = kernels.MoE(routing, *matrices, many)
         if not many or moe.takes(x, scores):  # Hopper alone has those for many rows
             moe(x, scores)
-            moe(x, scores, scores[:, :1] if routing.has_shared else None, x)
+            gates = scores[:, :1] if routing.has_shared else None
+            for somebodys in (rows, rows // 2, 0):
+                moe(x, scores, gates, x, ints(*(i if i < somebodys else -1 for i in range(rows))))
 
 
 def attention(dtype: torch.dtype) -> None:

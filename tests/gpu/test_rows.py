@@ -287,7 +287,7 @@ def test_pages_that_are_not_there_are_not_copied():
             copy(*refused)
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (32, 9), (64, 17), (5, 1000)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 2), (32, 9), (64, 16), (64, 17), (5, 1000)], ids=str)
 def test_what_is_sent_is_there_once_the_event_is_past(shape):
     numbers = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device="cuda")
     host, event = HostCopies()(numbers)
@@ -298,10 +298,13 @@ def test_what_is_sent_is_there_once_the_event_is_past(shape):
 def test_memory_is_nobody_elses_before_it_has_been_sent_to():
     """Outcomes that nobody keeps, of steps that are yet to run: the allocator would give their memory to others."""
     copies, numbers = HostCopies(), torch.arange(100, dtype=torch.int32, device="cuda")
-    torch.cuda._sleep(20_000_000)
+    free = [torch.empty(100, dtype=torch.int32, pin_memory=True) for _ in range(64)]
+    del free  # which may wait for the device where it is not there
+    torch.cuda._sleep(200_000_000)
     for _ in range(20):
-        copies(numbers)
+        _, event = copies(numbers)
     others = [torch.zeros(100, dtype=torch.int32, pin_memory=True) for _ in range(40)]
+    assert not event.query()
     torch.cuda.synchronize()
     assert not any(other.any() for other in others)
 
@@ -311,6 +314,8 @@ def test_what_is_no_int32_is_not_sent():
         kernels.send(torch.zeros(4, dtype=torch.int32, device="cuda"), torch.zeros(5, dtype=torch.int32))
     with pytest.raises(ValueError, match="are not"):
         kernels.send(torch.zeros(4, device="cuda"), torch.zeros(4))
+    with pytest.raises(ValueError, match="pinned"):
+        kernels.send(torch.zeros(4, dtype=torch.int32, device="cuda"), torch.zeros(4, dtype=torch.int32))
 
 
 # -- append, then attention --------------------------------------------------------------------------------------------

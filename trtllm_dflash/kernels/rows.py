@@ -261,5 +261,6 @@ def send(numbers: Tensor, host: Tensor) -> None:
     """
     is_right = numbers.dtype == host.dtype == torch.int32 and numbers.is_contiguous() and host.is_contiguous()
     check(is_right and numbers.numel() == host.numel(), f"{tuple(host.shape)} int32 are not {tuple(numbers.shape)}")
+    check(numbers.is_cuda and host.is_pinned(), "numbers of a device go to pinned memory")
     params = SendParams(count=numbers.numel(), numbers=numbers.data_ptr(), host=host.data_ptr())
     run("dflash_send", params, stream())

@@ -357,13 +357,12 @@ class CudaSession(TorchSession):
 
     def _finish_flat(self, captured: CapturedStep, call: Step) -> Report:
         """Launches the choice of tokens, and all behind it, of a step of flat rows whose target runs."""
-        assert self._shaping is not None and captured.rest is not None
+        assert self._shaping is not None and captured.rest is not None and self._hidden is not None
         counts = [count for _, count in call.decode] + [len(piece.token_ids) for piece in call.pieces]
         first_rows = list(accumulate(counts, initial=0))
         logits = [count for _, count in call.decode] + [1] * len(call.pieces)
         first_logits = list(accumulate(logits, initial=0))
         slots = [slot for slot, _ in call.decode] + [piece.slot for piece in call.pieces]
-        assert self._hidden is not None
         ops = TorchOps(self.weights, self.caches, self.communicator)
         prompts = prompt_logprobs(self._step, ops, self._hidden, call, first_rows[len(call.decode) :])
         self._shaping.replay(captured.rest, call, dict(zip(slots, first_logits, strict=False)))
@@ -404,10 +403,9 @@ class CudaSession(TorchSession):
         """Reads a piece of a prompt on [slots, rows], with what is asked of the reply's first token."""
         assert self._shaping is not None
         (piece,) = call.pieces
-        drafting, block = call.drafting, call.block
-        prefill = Prefill(piece.slot, piece.start, piece.token_ids, piece.last, drafting, block, piece.sampling)
-        inputs = self._shaping.piece_inputs(call, self._prefill_inputs(prefill))
-        out = self._run(inputs, call.drafting, piece.slot)
+        how = call.drafting, call.block, piece.sampling
+        prefill = Prefill(piece.slot, piece.start, piece.token_ids, piece.last, *how)
+        out = self._run(self._shaping.piece_inputs(call, self._prefill_inputs(prefill)), call.drafting, piece.slot)
         report = report_of(call, out.logprobs, [0], out.prompt_logprobs)
         return Outcome(self._keep_prefill(prefill, out), report)
 

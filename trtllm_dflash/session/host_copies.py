@@ -1,12 +1,17 @@
-"""What steps decide, on its way to the host by a kernel of ours."""
+"""Copies of what steps decide to the host, by a kernel of ours."""
 
+import weakref
 from collections import deque
 
 import torch
 
 from trtllm_dflash import kernels
+from trtllm_dflash.session.outcome import copy_to_host
 
 Tensor = torch.Tensor
+
+#: Numbers that a kernel sends: its block takes 256 at a time, and of more than were timed it may be the slower one.
+_MOST_SENT = 1024
 
 
 class HostCopies:
@@ -19,9 +24,12 @@ class HostCopies:
     def __init__(self) -> None:
         # Memory is held until its kernel has run, though nobody may read the outcome: else others would get it.
         self._under_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        weakref.finalize(self, _wait, self._under_way).atexit = False
 
     def __call__(self, numbers: Tensor) -> tuple[Tensor, torch.cuda.Event]:
         """numbers: contiguous, of the current stream, on which all calls are."""
+        if numbers.numel() > _MOST_SENT:
+            return copy_to_host(numbers)
         while self._under_way and self._under_way[0][1].query():
             self._under_way.popleft()
         host = torch.empty(numbers.shape, dtype=torch.int32, pin_memory=True)
@@ -30,3 +38,9 @@ class HostCopies:
         event.record()
         self._under_way.append((host, event))
         return host, event
+
+
+def _wait(under_way: deque[tuple[Tensor, torch.cuda.Event]]) -> None:
+    """Waits until all have arrived: they are in order."""
+    if under_way:
+        under_way[-1][1].synchronize()
