@@ -223,7 +223,10 @@ def test_half_open_connections_are_closed_in_time(tiny_engine):
 )
 def test_a_head_that_comes_at_once_is_held_to_its_length_too(tiny_engine, long):
     with front(tiny_engine) as (address, _):
-        assert until_closed(sent(address, post(GOOD, **long))).startswith(b"HTTP/1.1 400 ")
+        reply = until_closed(sent(address, post(GOOD, **long)))
+        assert reply.startswith(b"HTTP/1.1 400 ")
+        refused = json.loads(reply.partition(b"\r\n\r\n")[2])["error"]  # for clients, which read no other form
+        assert (refused["type"], refused["message"]) == ("invalid_request_error", "Invalid HTTP request received.")
         assert serves(address)
 
 

@@ -54,6 +54,25 @@ def test_a_page_of_the_internet_may_use_the_api_on_loopback_where_it_is_named(po
     assert "access-control-allow-private-network" not in plain.headers
 
 
+def test_without_a_key_no_other_page_uses_the_api_even_under_a_name_of_its_own(tiny_engine):
+    """A page may name this machine itself, and is of the server's own origin then: no browser keeps it away."""
+    settings = {"engine": tiny_engine, "triton_url": "127.0.0.1:1", "origins": [PAGE]}
+    evil = {"Host": "evil.example:9000", "Origin": "http://evil.example:9000"}
+    with TestClient(create_app(GatewaySettings(**settings))) as client:
+        for path in ("/v1/chat/completions", "/v1/responses", "/tokenize"):
+            reply = client.post(path, json={}, headers=evil)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (403, "origin_not_allowed")
+            assert "--openai-origin http://evil.example:9000" in reply.json()["error"]["message"]
+        assert client.get("/v1/models", headers={"Origin": "null"}).status_code == 403
+        for headers in ({}, {"Origin": PAGE}, {"Host": "evil.example"}):  # clients that are no browsers say no origin
+            assert client.get("/v1/models", headers=headers).status_code == 200
+        assert client.get("/health", headers=evil).status_code == 503  # Triton's away
+    with TestClient(create_app(GatewaySettings(**settings, api_key="sesame"))) as client:
+        # With the key a page has been let in, by a proxy on its own address, say.
+        evil["Authorization"] = "Bearer sesame"
+        assert client.get("/v1/models", headers=evil).status_code == 200
+
+
 def test_models_are_found_however_a_client_writes_their_address(ports):
     _, client = ports
     assert client.get("/v1/models/").json() == client.get("/v1/models").json()

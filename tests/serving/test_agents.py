@@ -340,6 +340,8 @@ def test_the_end_of_a_response_that_fails_is_one_that_the_official_client_knows(
     events = form.opening(0) + form.added(0, Added([Part("content", "Hi")])) + form.failing(as_api_error(error, "r"))
     *_, last = read_strictly(events)
     assert (last.type, last.response.status) == ("response.failed", "failed")
+    (item,) = last.response.output  # what was said until then
+    assert (item.status, item.content[0].text) == ("incomplete", "Hi")
 
 
 def held_to(schema):

@@ -508,6 +508,21 @@ def test_a_body_that_is_too_long_is_refused_before_it_is_read(alone):
         assert raw.recv(1000).startswith(b"HTTP/1.1 413 ")
 
 
+def test_who_sends_a_body_that_is_too_long_to_its_end_is_told_so(alone):
+    """What is left unread resets the connection, and the client then hears of that alone."""
+    host, port = alone.removeprefix("http://").split(":")
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer sesame\r\nContent-Type: application/json\r\n"
+    )
+    for _ in range(5):
+        with socket.create_connection((host, int(port)), timeout=PATIENCE) as raw:
+            raw.sendall(f"{head}Content-Length: {8 << 20}\r\n\r\n".encode())
+            for _ in range(128):
+                raw.sendall(b" " * (64 << 10))
+            said = b"".join(iter(lambda: raw.recv(1000), b""))
+        assert said.startswith(b"HTTP/1.1 413 ") and b"request_too_large" in said
+
+
 def test_a_web_page_cannot_post_here(alone):
     reply = Reply(alone, "/v1/completions", b"{}", Authorization="Bearer sesame", Content_Type="text/plain")
     assert reply.status == 415

@@ -86,6 +86,46 @@ def test_arguments_that_a_template_cannot_take_as_an_object_go_back_as_they_are(
     assert asked.messages[0].for_template()["tool_calls"][0]["function"]["arguments"] == arguments
 
 
+def test_marks_of_caches_are_taken_wherever_clients_put_them():
+    mark = {"cache_control": {"type": "ephemeral"}}
+    function = {"name": "f", "parameters": {"type": "object"}}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}", **mark}}
+    messages = [
+        {"role": "system", "content": [{"type": "text", "text": "b", **mark}], **mark},
+        {"role": "assistant", "content": None, "tool_calls": [call], **mark},
+        {"role": "tool", "tool_call_id": "1", "content": "c", **mark},
+    ]
+    tools = [{"type": "function", "function": {**function, **mark}, **mark}]
+    asked = parse(ChatRequest, json.dumps({"model": "tiny", "messages": messages, "tools": tools}).encode())
+    assert [message.content for message in asked.messages] == ["b", None, "c"]
+    assert asked.tools[0].function.for_template()["function"]["parameters"] == {"type": "object"}
+    item = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "created_by": "somebody"}
+    body = {"model": "tiny", "input": [item], "tools": [{"type": "function", **function, **mark, "output_schema": {}}]}
+    assert parse(ResponsesRequest, json.dumps(body).encode()).tools[0].name == "f"
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "what"),
+    [
+        (ChatRequest, {"response_format": {"type": "json_schema"}}, "response_format.json_schema: missing, for"),
+        (
+            ChatRequest,
+            {"response_format": {"type": "text", "json_schema": {"schema": {}}}},
+            "response_format.json_schema: for the type json_schema, and for no other",
+        ),
+        (
+            ChatRequest,
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+            "tools.0.function: parameters: a function's arguments are an object",
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_in_plain_words(kind, more, what):
+    with pytest.raises(ApiError) as refusal:
+        parse(kind, json.dumps(ASKED | more).encode())
+    assert str(refusal.value).startswith(what)
+
+
 @pytest.mark.parametrize("item", ["a", {"type": 3}])
 def test_an_item_of_no_known_type_is_refused_in_plain_words(item):
     with pytest.raises(ApiError, match="its type is none of those that are taken here") as refusal:

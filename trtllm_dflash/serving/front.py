@@ -5,6 +5,7 @@ million pieces, a reply that nobody reads.
 """
 
 import asyncio
+import json
 import math
 import resource
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from trtllm_dflash.serving.openai.errors import ApiError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -91,12 +94,20 @@ class LimitedProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         self._start_timer()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
+            self._refuse(msg)
         else:  # the reply has begun, or is over
             self.transport.abort()
         if self.cycle is not None:  # a request whose body turned out malformed: its own reply would be a second one
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+
+    def _refuse(self, message: str) -> None:
+        """Tells that a request is none, in the form of the API's errors, and ends the connection."""
+        body = json.dumps(ApiError(400, message).body()).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        for part in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(part) or b"")
+        self.transport.close()
 
     def handle_events(self) -> None:
         super().handle_events()

@@ -87,7 +87,7 @@ def create_app(settings: GatewaySettings, gate: Gate | None = None) -> FastAPI:
         await gateway.close()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.add_middleware(Door, api_key=settings.api_key, gate=gate)
+    app.add_middleware(Door, api_key=settings.api_key, gate=gate, origins=settings.origins)
     if settings.origins:  # before the door: a browser asks whether it may without the key
         app.add_middleware(
             Pages,

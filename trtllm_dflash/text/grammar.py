@@ -365,7 +365,8 @@ def _problem(matcher: LLMatcher) -> str:
 
 
 def _too_complex(problem: str) -> RequestError:
-    return RequestError(f"cannot be followed: {_one_line(problem)}", FIELD)
+    why = "no text would end it" if problem.startswith("NoExtension") else _one_line(problem)
+    return RequestError(f"cannot be followed: {why}", FIELD)
 
 
 def _one_line(error: str) -> str:

@@ -1,8 +1,11 @@
 """The door of the gateway: who may come in, and how a request that may not is refused."""
 
+import asyncio
 import hmac
 import re
 import secrets
+from collections.abc import Collection
+from contextlib import suppress
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -20,14 +23,20 @@ _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
 _PRIVATE_NETWORK = "access-control-{}-private-network"
 _AGAIN_ELSEWHERE = {"Retry-After": "1", "Connection": "close"}
+_LINGERING = 5.0  # seconds for which a request is read on that has been refused
 
 
 class Door:
-    """Middleware that gives each request an id, checks its API key, and refuses it where the gate is closed."""
+    """Middleware that gives each request an id, checks its API key, and refuses it where the gate is closed.
 
-    def __init__(self, app: ASGIApp, api_key: SecretStr | None, gate: Gate) -> None:
+    Without a key, requests of web pages at other than these origins are refused, too: a browser keeps no page from
+    a server whose name it gave itself, as one on this machine.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: SecretStr | None, gate: Gate, origins: Collection[str] = ()) -> None:
         self._app = app
         self._gate = gate
+        self._origins = origins
         self._key = None if api_key is None else api_key.get_secret_value().encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,7 +52,12 @@ class Door:
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 
-        if scope["path"] != "/health" and not self._admits(headers.get("authorization", "")):
+        origin = headers.get("origin")
+        if self._key is None and origin is not None and origin not in self._origins and scope["path"] != "/health":
+            page = origin[:128]
+            message = f"web pages of {page} may not use this server: serve --openai-origin {page}, or with an API key"
+            await refusal(ApiError(403, message, None, "origin_not_allowed"))(scope, receive, send_with_id)
+        elif scope["path"] != "/health" and not self._admits(headers.get("authorization", "")):
             error = ApiError(
                 401, "a valid API key is needed: Authorization: Bearer KEY", None, "invalid_api_key", _CHALLENGE
             )
@@ -52,7 +66,7 @@ class Door:
             # The connection ends with the reply, so that the client's next request may find another server.
             ending = str(ShutdownError("the server takes no more requests"))
             error = ApiError(503, ending, code="shutdown", headers=_AGAIN_ELSEWHERE)
-            await refusal(error)(scope, receive, send_with_id)
+            await LastReply(error.body(), error.status, error.headers)(scope, receive, send_with_id)
         else:
             await self._app(scope, receive, send_with_id)
 
@@ -80,9 +94,34 @@ class Pages(CORSMiddleware):
         return response
 
 
+class LastReply(JSONResponse):
+    """A reply with which a connection ends, before its request's body has been read.
+
+    The client gets it at once, and may send on for a while: what would never be read resets the connection, and most
+    clients then tell of that alone.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Replies, then reads."""
+
+        async def send_whole(message: Message) -> None:
+            await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+
+        await super().__call__(scope, receive, send_whole)
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(_rest(receive), _LINGERING)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _rest(receive: Receive) -> None:
+    """Reads a request to its end."""
+    while (await receive()).get("more_body"):
+        pass
+
+
 def refusal(error: ApiError) -> Response:
     """Makes the reply that an error is."""
-    return JSONResponse(error.body(), error.status, error.headers)
+    return (LastReply if error.status == 413 else JSONResponse)(error.body(), error.status, error.headers)
 
 
 async def refused(request: Request, error: Exception) -> Response:

@@ -24,6 +24,10 @@ class JsonSchema(BaseModel):
     strict: bool | None = None
 
 
+def _misplaced(schema: object) -> str:
+    return "missing, for the type json_schema" if schema is None else "for the type json_schema, and for no other"
+
+
 class ResponseFormat(BaseModel):
     """OpenAI's `response_format` of chats."""
 
@@ -35,7 +39,7 @@ class ResponseFormat(BaseModel):
     @model_validator(mode="after")
     def _whole(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            message = "response_format.json_schema: of the type json_schema, and of no other"
+            message = f"response_format.json_schema: {_misplaced(self.json_schema)}"
             raise ApiError(400, message, "response_format.json_schema")
         return self
 
@@ -61,7 +65,7 @@ class TextFormat(BaseModel):
     @model_validator(mode="after")
     def _whole(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            message = "text.format.schema: of the type json_schema, and of no other"
+            message = f"text.format.schema: {_misplaced(self.json_schema)}"
             raise ApiError(400, message, "text.format.schema")
         return self
 

@@ -17,8 +17,11 @@ MOST_TOOLS = 128  # of a request, and calls of a message
 
 #: What would change a reply and is not done here, with the values that ask for nothing of it. Null always does.
 UNSUPPORTED_IN_MESSAGE: Mapping[str, tuple[object, ...]] = {"function_call": (), "audio": ()}
-_IGNORED_IN_MESSAGE = frozenset({"annotations", "parsed"})  # parsed: the official client's own, in what it sends back
-IGNORED_IN_CALL = frozenset({"parsed_arguments"})
+#: Where a client would have a prompt cached: all of it is, where it can be.
+_CACHING = frozenset({"cache_control"})
+#: parsed: the official client's own, in what it sends back.
+_IGNORED_IN_MESSAGE = frozenset({"annotations", "parsed"}) | _CACHING
+IGNORED_IN_CALL = frozenset({"parsed_arguments"}) | _CACHING
 
 LONGEST_NAME = 128  # characters of a function's name
 FunctionName = Annotated[str, Field(pattern=rf"^[a-zA-Z0-9_.-]{{1,{LONGEST_NAME}}}$")]
@@ -139,6 +142,13 @@ class Message(BaseModel):
         return message | {name: value for name, value in given.items() if value is not None}
 
 
+def without_caching(values: object) -> object:
+    """Drops what says where a prompt may be cached."""
+    if not isinstance(values, dict) or not _CACHING & values.keys():
+        return values
+    return {name: value for name, value in values.items() if name not in _CACHING}
+
+
 class Function(BaseModel):
     """A function that the model may call.
 
@@ -154,11 +164,17 @@ class Function(BaseModel):
     parameters: JsonFields | None = None
     strict: bool | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _uncached(cls, values: object) -> object:
+        return without_caching(values)
+
     @model_validator(mode="after")
     def _takes_an_object(self) -> Self:
         kind = (self.parameters or {}).get("type", "object")
         if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-            raise ValueError('parameters: its arguments are an object, {"type": "object", ...}')
+            message = "parameters: a function's arguments are an object, 'type': 'object'"
+            raise PydanticCustomError("parameters", message)
         return self
 
     @property
@@ -191,6 +207,11 @@ class Tool(BaseModel):
 
     type: ToolKind
     function: Function
+
+    @model_validator(mode="before")
+    @classmethod
+    def _uncached(cls, values: object) -> object:
+        return without_caching(values)
 
 
 class NamedFunction(BaseModel):

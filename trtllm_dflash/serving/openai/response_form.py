@@ -84,8 +84,9 @@ class ResponseForm(Form):
 
     def failing(self, error: ApiError) -> bytes:
         code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        ended = self._close("incomplete")
         body = {**self._response("failed"), "error": {"code": code, "message": str(error)}}
-        return self._event("response.failed", response=body)
+        return ended + self._event("response.failed", response=body)
 
     @property
     def _status(self) -> str:

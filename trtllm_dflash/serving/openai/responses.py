@@ -56,7 +56,7 @@ _STATE = {
     "previous_response_id": "responses are not stored here; send the whole conversation as input",
 }
 
-_IGNORED_IN_ITEM = frozenset({"id", "status", "phase", "summary", "encrypted_content"}) | IGNORED_IN_CALL
+_IGNORED_IN_ITEM = frozenset({"id", "status", "phase", "summary", "encrypted_content", "created_by"}) | IGNORED_IN_CALL
 
 
 def _text_of(content: object) -> object:
