@@ -259,6 +259,23 @@ def test_what_is_not_strict_is_held_as_far_as_can_be(vocabulary):
         assert vocabulary(chat_format).allows(source, written(chat_format, "f", {"a": "b", "n": 2}))
 
 
+@pytest.mark.parametrize(
+    ("of_a", "more", "value"),
+    [
+        ({"type": "string"}, {"required": None, "additionalProperties": None}, "b"),
+        ({"type": "any", "enum": None}, {}, 2),
+        ({"$ref": "http://x/y", "default": None}, {}, 2),
+        ({"anyOf": [{"type": ["str", "null"]}], "description": None}, {}, 2),
+    ],
+)
+def test_what_is_no_schemas_is_left_out_of_one_that_is_not_strict(of_a, more, value, vocabulary):
+    """Agents offer it, and `tool_choice` of `required` is no reason to refuse it."""
+    schema = {"type": "object", "properties": {"a": of_a}, **more}
+    for chat_format in FORMATS:
+        source = call_grammar(chat_format, [Callee("f", schema, strict=False)], must=True)
+        assert vocabulary(chat_format).allows(source, written(chat_format, "f", {"a": value})), chat_format
+
+
 REFERRING = {
     "type": "object",
     "properties": {

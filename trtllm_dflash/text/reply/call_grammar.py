@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from trtllm_dflash.errors import RequestError
 from trtllm_dflash.text.reply import gemma4, kimi_k2, minimax_m2, qwen3, qwen3_coder
@@ -9,6 +10,7 @@ from trtllm_dflash.text.reply.formats import ChatFormat
 from trtllm_dflash.text.reply.gemma4_grammar import gemma4_call
 from trtllm_dflash.text.reply.grammar_terms import REMARKS, TERMINALS, Callee, Marks, json_value, text, unheld
 from trtllm_dflash.text.reply.harmony_form import harmony_head, harmony_start
+from trtllm_dflash.text.reply.held_schema import held
 from trtllm_dflash.text.reply.llama3_form import opening
 from trtllm_dflash.text.reply.schema_parts import SHARED, standing_alone
 from trtllm_dflash.text.reply.thinking import CLOSING, OPENING
@@ -49,7 +51,8 @@ def call_grammar(
         rules += ["start: calls | form", f"form: {form}"]
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
     for number, function in enumerate(functions):
-        rules += _call(chat_format, marks, f"call_{number}", function)
+        kept = function if function.strict else replace(function, schema=held(function.schema, strict=False))
+        rules += _call(chat_format, marks, f"call_{number}", kept)
     return "\n".join(["%llguidance {}", *rules, TERMINALS, ""])
 
 

@@ -13,15 +13,19 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 _LISTED = ("anyOf", "allOf", "oneOf", "prefixItems")
 _ALONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
 
+_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
+
 _ANY_NAME: tuple[object, ...] = ({}, {"type": "string"}, True)
 
 
 def held(schema: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
-    """Leaves out of a schema formats that are unknown, and what any value has; where not strict, patterns too that
-    llguidance cannot hold a text to.
+    """Leaves out of a schema formats that are unknown, and what any value has; where not strict, also patterns that
+    llguidance cannot hold a text to, and what agents' libraries write that is no JSON schema's or of another document.
     """
     kept: dict[str, Any] = {}
     for key, value in schema.items():
+        if not strict and _says_nothing(key, value):
+            continue
         if key in _NAMED and isinstance(value, Mapping):
             kept[key] = {name: _held(inner, strict) for name, inner in value.items()}
         elif key in _LISTED and isinstance(value, list):
@@ -52,6 +56,16 @@ def inner_schemas(schema: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"{key}/{number}", inner) for number, inner in enumerate(value))
         elif key in _ALONE:
             yield key, value
+
+
+def _says_nothing(key: str, value: object) -> bool:
+    """Whether a keyword is without a value, names a type that there is not, or refers to what is not here."""
+    if key == "type":
+        types = value if isinstance(value, list) else [value]
+        return not all(isinstance(name, str) and name in _TYPES for name in types)
+    if key == "$ref":
+        return not isinstance(value, str) or not value.startswith("#")
+    return value is None and key not in ("const", "default")
 
 
 def _held(schema: Any, strict: bool) -> Any:
