@@ -211,6 +211,10 @@ def test_an_engine_that_lost_a_file_is_refused(tiny_engine, tmp_path):
     (engine / "rank0.safetensors").unlink()
     with pytest.raises(EngineError, match=f"^{engine}/rank0.safetensors: missing; build the engine again"):
         deploy(engine, tmp_path / "repository", DeploySettings())
+    shutil.copy(tiny_engine / "rank0.safetensors", engine)
+    (engine / "tokenizer.json").write_text("{}")
+    with pytest.raises(EngineError, match=f"^{engine}/tokenizer.json: its digest is not the one in config.json"):
+        deploy(engine, tmp_path / "repository", DeploySettings())
 
 
 def test_a_draft_length_beyond_the_block_is_refused(tiny_engine, tmp_path):

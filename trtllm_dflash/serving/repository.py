@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from trtllm_dflash.engine.directory import check_present, not_replaced, read_config, written_aside
+from trtllm_dflash.engine.directory import check_present, check_shared_files, not_replaced, read_config, written_aside
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.runtime.draft_length import check_draft_length
 from trtllm_dflash.runtime.settings import ServiceSettings
@@ -91,11 +91,12 @@ def render(engine: Path, settings: DeploySettings) -> dict[str, str]:
     """Renders the repository's files, as text by path, for an engine.
 
     Raises:
-        EngineError: it is no engine directory, or one without some of its files.
+        EngineError: it is no engine directory, or one without some of its files, or whose tokenizer, say, has changed.
         SettingsError: it cannot draft so many tokens, or no such tree; or Triton's models cannot open a folder.
     """
     config = read_config(engine)
     check_present(engine, config)
+    check_shared_files(engine, config)  # weights are read where they are loaded
     for flag, place in (("--engine", str(engine)), ("--harvest", settings.harvest)):
         if place and not is_named(Path(place)):
             raise SettingsError(f"{flag} {place}: Triton's Python models open ASCII paths alone; link to it from one")
