@@ -869,8 +869,8 @@ typedef struct
 
 DFLASH_API cudaError_t dflash_end_rows(const dflash_end_rows_params* params, cudaStream_t stream);
 
-/* Copies words to the host's pinned memory, which the device addresses as the host does. By a kernel: a copy by its
-   engine waits for the kernels before it, and those after it for the copy, which takes 6 us more of a step. */
+/* Copies a few words to the host's pinned memory, which the device addresses as the host does. By a kernel of a block: a
+   copy by the device's engine waits for the kernels before it, and those after it for the copy. */
 typedef struct
 {
     int32_t count;

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trtllm_dflash.kernels.checks import DTYPES, HALVES, address, check
+from trtllm_dflash.kernels.checks import DTYPES, HALVES, address, check, check_ints
 from trtllm_dflash.kernels.library import Pointer, load, run, stream, structure
 from trtllm_dflash.kernels.support import shared_bytes
 
@@ -233,10 +233,7 @@ class MoE:
             row_segment: int32 [N]: rows below 0 are nobody's, and choose no expert. None: all choose.
         """
         check(self.takes(x, logits, shared_gate, residual), f"experts' feed-forward of {tuple(x.shape)} {x.dtype}")
-        is_right = row_segment is None or (row_segment.shape == x.shape[:1] and row_segment.dtype == torch.int32)
-        check(
-            is_right and (row_segment is None or row_segment.is_contiguous()), f"segments that are not int32 [{len(x)}]"
-        )
+        check_ints(len(x), row_segment=row_segment)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         params = self._params(x, logits, shared_gate, residual)
         params.out, params.row_segment = out.data_ptr(), address(row_segment)

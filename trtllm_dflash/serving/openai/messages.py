@@ -142,7 +142,7 @@ class Message(BaseModel):
         return message | {name: value for name, value in given.items() if value is not None}
 
 
-def without_caching(values: object) -> object:
+def _without_caching(values: object) -> object:
     """Drops what says where a prompt may be cached."""
     if not isinstance(values, dict) or not _CACHING & values.keys():
         return values
@@ -167,7 +167,7 @@ class Function(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _uncached(cls, values: object) -> object:
-        return without_caching(values)
+        return _without_caching(values)
 
     @model_validator(mode="after")
     def _takes_an_object(self) -> Self:
@@ -211,7 +211,7 @@ class Tool(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _uncached(cls, values: object) -> object:
-        return without_caching(values)
+        return _without_caching(values)
 
 
 class NamedFunction(BaseModel):
