@@ -32,12 +32,9 @@ class HostCopies:
             return copy_to_host(numbers)
         while self._under_way and self._under_way[0][1].query():
             self._under_way.popleft()
-        host = torch.empty(numbers.shape, dtype=torch.int32, pin_memory=True)
-        kernels.send(numbers, host)
-        event = torch.cuda.Event()
-        event.record()
-        self._under_way.append((host, event))
-        return host, event
+        copy = copy_to_host(numbers, kernels.send)
+        self._under_way.append(copy)
+        return copy
 
 
 def _wait(under_way: deque[tuple[Tensor, torch.cuda.Event]]) -> None:

@@ -27,10 +27,18 @@ Packed: TypeAlias = tuple[bytes, list[int], list[int], list[Unpack]]
 Copy: TypeAlias = Callable[[Tensor], tuple[Tensor, torch.cuda.Event]]
 
 
-def copy_to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event]:
-    """Has numbers of a device copied to the host, behind the step that makes them: see `Copy`."""
-    # Pinned, so that the host goes on meanwhile.
-    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True).copy_(numbers, non_blocking=True)
+def _send(numbers: Tensor, host: Tensor) -> None:
+    host.copy_(numbers, non_blocking=True)
+
+
+def copy_to_host(numbers: Tensor, send: Callable[[Tensor, Tensor], None] = _send) -> tuple[Tensor, torch.cuda.Event]:
+    """Has numbers of a device copied to the host, behind the step that makes them: see `Copy`.
+
+    Args:
+        send: copies them to pinned memory.
+    """
+    host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)  # so that the host goes on meanwhile
+    send(numbers, host)
     event = torch.cuda.Event()
     event.record()
     return host, event

@@ -24,8 +24,11 @@ class JsonSchema(BaseModel):
     strict: bool | None = None
 
 
-def _misplaced(schema: object) -> str:
-    return "missing, for the type json_schema" if schema is None else "for the type json_schema, and for no other"
+def _check_schema(kind: str, schema: object, place: str) -> None:
+    """Refuses a schema of another type than json_schema, and that without one."""
+    if (kind == "json_schema") != (schema is not None):
+        what = "missing, for the type json_schema" if schema is None else "for the type json_schema, and for no other"
+        raise ApiError(400, f"{place}: {what}", place)
 
 
 class ResponseFormat(BaseModel):
@@ -38,9 +41,7 @@ class ResponseFormat(BaseModel):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            message = f"response_format.json_schema: {_misplaced(self.json_schema)}"
-            raise ApiError(400, message, "response_format.json_schema")
+        _check_schema(self.type, self.json_schema, "response_format.json_schema")
         return self
 
     @property
@@ -64,9 +65,7 @@ class TextFormat(BaseModel):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            message = f"text.format.schema: {_misplaced(self.json_schema)}"
-            raise ApiError(400, message, "text.format.schema")
+        _check_schema(self.type, self.json_schema, "text.format.schema")
         return self
 
     @property

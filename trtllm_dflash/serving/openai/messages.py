@@ -142,14 +142,18 @@ class Message(BaseModel):
         return message | {name: value for name, value in given.items() if value is not None}
 
 
-def _without_caching(values: object) -> object:
-    """Drops what says where a prompt may be cached."""
-    if not isinstance(values, dict) or not _CACHING & values.keys():
-        return values
-    return {name: value for name, value in values.items() if name not in _CACHING}
+class _Offered(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _uncached(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        return {name: value for name, value in values.items() if name not in _CACHING}
 
 
-class Function(BaseModel):
+class Function(_Offered):
     """A function that the model may call.
 
     Attributes:
@@ -157,17 +161,10 @@ class Function(BaseModel):
         strict: its arguments are held to that.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
     name: FunctionName
     description: str | None = None
     parameters: JsonFields | None = None
     strict: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _uncached(cls, values: object) -> object:
-        return _without_caching(values)
 
     @model_validator(mode="after")
     def _takes_an_object(self) -> Self:
@@ -200,18 +197,11 @@ def _is_function(kind: object) -> object:
 ToolKind = Annotated[Literal["function"], BeforeValidator(_is_function)]
 
 
-class Tool(BaseModel):
+class Tool(_Offered):
     """A tool of a chat: a function."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     type: ToolKind
     function: Function
-
-    @model_validator(mode="before")
-    @classmethod
-    def _uncached(cls, values: object) -> object:
-        return _without_caching(values)
 
 
 class NamedFunction(BaseModel):

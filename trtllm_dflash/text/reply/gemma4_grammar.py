@@ -9,12 +9,12 @@ from typing import Any
 from trtllm_dflash.errors import RequestError
 from trtllm_dflash.text.reply.gemma4 import CALL_END, QUOTE
 from trtllm_dflash.text.reply.grammar_terms import REMARKS, Callee, Marks, json_value, text, unheld
+from trtllm_dflash.text.reply.held_schema import TYPES
 
 _NAME = re.compile(r'[^\s:,{}\[\]<>"]+')  # of a member, which stands without marks
 _CHOICES = ("anyOf", "oneOf")
 _SHARED = ("$defs", "definitions")
 _SCALARS = ("number", "integer", "boolean", "null")
-_TYPES = ("object", "array", "string", *_SCALARS)
 #: Keywords by the type that they hold, besides those of every schema.
 _HELD: Mapping[str, frozenset[str]] = {
     "object": frozenset({"properties", "required", "additionalProperties"}),
@@ -81,11 +81,11 @@ class _Arguments:
             self._check(schema, frozenset(), place)
             return self._any_value()
         named = named if isinstance(named, list) else [named]
-        wrong = [kind for kind in named if kind not in _TYPES]
+        wrong = [kind for kind in named if kind not in TYPES]
         if wrong or not named:
             said = f": {wrong[0][:40]!r}" if wrong and isinstance(wrong[0], str) else ""
             raise self._wrong(f"{place}/type is no JSON schema's{said}")
-        kinds = [kind for kind in _TYPES if kind in named]  # each once
+        kinds = [kind for kind in TYPES if kind in named]  # each once
         return self._one_of([self._of_type(kind, schema, place) for kind in kinds])
 
     def _of_type(self, kind: str, schema: Mapping[str, Any], place: str) -> str:

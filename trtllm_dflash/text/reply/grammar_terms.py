@@ -57,10 +57,11 @@ def text(content: str) -> str:
 
 
 def json_value(schema: Any, strict: bool) -> str:
-    """Writes JSON on one line that keeps to a schema; where that is not strict, as far as it can be held."""
+    """Writes JSON on one line that keeps to a schema; one that is not strict is what `held` left of it already."""
     if not isinstance(schema, Mapping):
         return "%json " + json.dumps(schema)
-    return "%json " + json.dumps({**held(schema, strict), "x-guidance": {**SCHEMA_SPACE, "lenient": not strict}})
+    kept = held(schema) if strict else schema
+    return "%json " + json.dumps({**kept, "x-guidance": {**SCHEMA_SPACE, "lenient": not strict}})
 
 
 def form_of(kind: str, value: Any) -> str:

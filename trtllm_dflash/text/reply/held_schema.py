@@ -13,7 +13,8 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 _LISTED = ("anyOf", "allOf", "oneOf", "prefixItems")
 _ALONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
 
-_TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
+#: JSON's types.
+TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 
 _ANY_NAME: tuple[object, ...] = ({}, {"type": "string"}, True)
 
@@ -62,7 +63,7 @@ def _says_nothing(key: str, value: object) -> bool:
     """Whether a keyword is without a value, names a type that there is not, or refers to what is not here."""
     if key == "type":
         types = value if isinstance(value, list) else [value]
-        return not all(isinstance(name, str) and name in _TYPES for name in types)
+        return not all(isinstance(name, str) and name in TYPES for name in types)
     if key == "$ref":
         return not isinstance(value, str) or not value.startswith("#")
     return value is None and key not in ("const", "default")
