@@ -305,8 +305,12 @@ def test_a_rows_result_is_the_same_to_the_bit_alone_and_among_others(case, many)
 
 @needs_kernels
 @pytest.mark.parametrize("many", FEW_AND_MANY)
-@pytest.mark.parametrize("rows", [(1, 0), (5, 3), (12, 4), (20, 12), (0, 8), (200, 56)], ids=str)
-@pytest.mark.parametrize("kind", [Case(1), replace(QWEN3_MOE, rows=1)], ids=str)
+@pytest.mark.parametrize("rows", [(1, 0), (0, 1), (5, 3), (12, 4), (20, 12), (0, 8), (200, 56)], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    [Case(1), QWEN3_MOE, replace(QWEN3_MOE, first=96, count=32), Case(1, logits_dtype=torch.float32), GEMMA],
+    ids=str,
+)
 def test_rows_of_nobody_choose_no_expert_and_change_no_other_row(kind, rows, many):
     """Those behind a step's rows, where a larger step was captured: all alike, and each expert of theirs was read."""
     real, nobodys = rows

@@ -200,3 +200,17 @@ def test_what_does_not_belong_together_is_refused():
     with pytest.raises(ValueError, match="a residual that is not"):
         moe_kernel(layer, joined)(x, logits, gate, x[:2])
     assert not moe_kernel(layer, joined).takes(x, logits, gate.float())
+
+
+@pytest.mark.parametrize("many", FEW_AND_MANY)
+@pytest.mark.parametrize("fp8", FORMATS)
+@pytest.mark.parametrize("rows", [(1, 1), (5, 3), (0, 8), (40, 24)], ids=str)
+def test_rows_of_nobody_go_through_no_expert_of_all_rows_either(rows, fp8, many):
+    real, nobodys = rows
+    weights, layer, x, logits, gates = make_inputs(replace(IN_FP8, rows=real + nobodys), fp8)
+    experts = Experts.of(weights, layer, "experts+shared_expert")
+    segments = torch.arange(len(x), dtype=torch.int32, device=x.device)
+    segments[real:] = -1
+    moe = moe_kernel(layer, experts, many)
+    out, plain = (moe(x, logits, gates, x, each) for each in (segments, None))
+    assert out[:real].equal(plain[:real]) and out[real:].equal(x[real:])
