@@ -1,5 +1,6 @@
-// Products of gated delta nets on tensor cores, as exact as FP32's: each number is two of TF32, of 11 bits each, and of
-// their four products the three that matter are taken.
+// Products of gated delta nets on tensor cores, as exact as FP32's: each number is two of 11 bits each, and of their
+// four products the three that matter are taken. What rows read of the state, and each other, is multiplied in FP16,
+// whose products take half as long as TF32's, of numbers that are scaled to fit; what is added to the state, in TF32.
 //
 // A warp holds the state of 16 values and some keys, transposed, as the accumulators of its products have it. So it is
 // both what rows are added to and, without another word moved, the left operand of what rows read: only the order of
@@ -78,12 +79,6 @@ struct RightParts
     uint32_t high[2];
     uint32_t low[2];
 
-    __device__ __forceinline__ explicit RightParts(uint4 x)
-        : high{x.x, x.y}
-        , low{x.z, x.w}
-    {
-    }
-
     __device__ __forceinline__ explicit RightParts(float2 x)
     {
         TwoParts const first(x.x);
@@ -117,62 +112,93 @@ __device__ __forceinline__ void add_products(
     }
 }
 
-// Four numbers of a row, in parts.
-struct FourParts
+// Two numbers as two of FP16 each, which products take at twice the rate of TF32's and of as many bits. What is below
+// 2^-25 is lost, and what is above 65,504: numbers are scaled first.
+struct HalfParts
 {
-    TwoParts at[4];
+    uint32_t high;
+    uint32_t low;
 
-    __device__ __forceinline__ explicit FourParts(float4 x)
-        : at{TwoParts(x.x), TwoParts(x.y), TwoParts(x.z), TwoParts(x.w)}
+    __device__ __forceinline__ HalfParts(float x, float y)
     {
+        __half2 const rounded = __floats2half2_rn(x, y);
+        float2 const whole = __half22float2(rounded);
+        __half2 const left = __floats2half2_rn(x - whole.x, y - whole.y);
+        high = reinterpret_cast<uint32_t const&>(rounded);
+        low = reinterpret_cast<uint32_t const&>(left);
     }
 };
 
-// Heads of 16 rows, in shared memory or laid out so, two numbers side by side in parts: both high ones, then both low
-// ones.
+// Adds a product of 16 rows and 8 columns over 16 numbers.
+__device__ __forceinline__ void multiply_halves(float (&sum)[4], uint32_t const (&left)[4], uint32_t b0, uint32_t b1)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(b0), "r"(b1));
+}
+
+// What rows' numbers, at most 1, are multiplied by before they are parted.
+constexpr float kRowScale = 4096.f;
+
+// Four numbers of a row, in parts: both pairs' high ones, then both low ones.
+struct FourParts
+{
+    uint4 words;
+
+    __device__ __forceinline__ explicit FourParts(float4 x)
+    {
+        HalfParts const first(x.x * kRowScale, x.y * kRowScale);
+        HalfParts const second(x.z * kRowScale, x.w * kRowScale);
+        words = {first.high, second.high, first.low, second.low};
+    }
+};
+
+// Heads of 16 rows, in shared memory or laid out so, four numbers side by side in parts.
 template <int kSize>
 struct SplitRows
 {
-    static constexpr int kStride = 2 * kSize + 4; // of a row: rows apart begin in other banks
+    static constexpr int kStride = kSize + (kSize % 32 == 0 ? 16 : 0); // of a row: two side by side have all banks
     static constexpr int kWords = kDeltaRows * kStride;
 
     uint32_t* words;
 
     __device__ __forceinline__ void store(int row, int first, FourParts const& x) const
     {
-        uint4* const to = reinterpret_cast<uint4*>(words + row * kStride + 2 * first);
-        to[0] = {x.at[0].high, x.at[1].high, x.at[0].low, x.at[1].low};
-        to[1] = {x.at[2].high, x.at[3].high, x.at[2].low, x.at[3].low};
+        *reinterpret_cast<uint4*>(words + row * kStride + first) = x.words;
     }
 
     // Four numbers whole, where their parts will be: for the lane that stores those.
     __device__ __forceinline__ void keep(int row, int first, float4 const& x) const
     {
-        *reinterpret_cast<float4*>(words + row * kStride + 2 * first) = x;
+        *reinterpret_cast<float4*>(words + row * kStride + first) = x;
     }
 
     __device__ __forceinline__ float4 kept(int row, int first) const
     {
-        return *reinterpret_cast<float4 const*>(words + row * kStride + 2 * first);
+        return *reinterpret_cast<float4 const*>(words + row * kStride + first);
     }
 
     __device__ __forceinline__ float4 load(int row, int first) const
     {
-        uint4 const* const from = reinterpret_cast<uint4 const*>(words + row * kStride + 2 * first);
-        return {joined(from[0].x, from[0].z), joined(from[0].y, from[0].w), joined(from[1].x, from[1].z),
-            joined(from[1].y, from[1].w)};
+        uint4 const x = *reinterpret_cast<uint4 const*>(words + row * kStride + first);
+        float2 const low = joined(x.x, x.z);
+        float2 const high = joined(x.y, x.w);
+        return {low.x, low.y, high.x, high.y};
     }
 
-    // Two numbers side by side, of a row: those that lane t has of a half of a group's 16 keys.
-    __device__ __forceinline__ uint4 pair(int row, int group, int half, int t) const
+    // Four numbers of a row: those that lane t has of a group's 16 keys.
+    __device__ __forceinline__ uint4 four(int row, int group, int t) const
     {
-        return *reinterpret_cast<uint4 const*>(words + row * kStride + 32 * group + 8 * t + 4 * half);
+        return *reinterpret_cast<uint4 const*>(words + row * kStride + 16 * group + 4 * t);
     }
 
 private:
-    __device__ __forceinline__ static float joined(uint32_t high, uint32_t low)
+    __device__ __forceinline__ static float2 joined(uint32_t high, uint32_t low)
     {
-        return __uint_as_float(high) + __uint_as_float(low);
+        float2 const x = __half22float2(reinterpret_cast<__half2 const&>(high));
+        float2 const y = __half22float2(reinterpret_cast<__half2 const&>(low));
+        return {(x.x + y.x) * (1.f / kRowScale), (x.y + y.y) * (1.f / kRowScale)};
     }
 };
 
@@ -182,31 +208,50 @@ __device__ __forceinline__ void multiply_rows(
     SplitRows<kSize> const& left, SplitRows<kSize> const& keys, int first_key, int first, float* to, int stride)
 {
     DeltaLane const at;
+    constexpr int kGroups = kSize / 16;
     float sums[3][4] = {}; // each of one of the three products
 #pragma unroll kUnrolled
-    for (int group = first; group < kSize / 16; group += 2)
+    for (int i = 0; i < (kGroups + 1) / 2; ++i)
     {
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
+        int const group = first + 2 * i;
+        if (kGroups % 2 != 0 && group >= kGroups)
         {
-            uint4 const above = left.pair(at.row, group, half, at.column);
-            uint4 const below = left.pair(at.row + 8, group, half, at.column);
-            uint4 const right = keys.pair(first_key + at.row, group, half, at.column);
-            uint32_t const high[4] = {above.x, below.x, above.y, below.y};
-            uint32_t const low[4] = {above.z, below.z, above.w, below.w};
-            multiply_tf32(sums[0], low, right.x, right.y);
-            multiply_tf32(sums[1], high, right.z, right.w);
-            multiply_tf32(sums[2], high, right.x, right.y);
+            break;
         }
+        uint4 const above = left.four(at.row, group, at.column);
+        uint4 const below = left.four(at.row + 8, group, at.column);
+        uint4 const right = keys.four(first_key + at.row, group, at.column);
+        uint32_t const high[4] = {above.x, below.x, above.y, below.y};
+        uint32_t const low[4] = {above.z, below.z, above.w, below.w};
+        multiply_halves(sums[0], low, right.x, right.y);
+        multiply_halves(sums[1], high, right.z, right.w);
+        multiply_halves(sums[2], high, right.x, right.y);
     }
+    constexpr float kBack = 1.f / (kRowScale * kRowScale);
 #pragma unroll
     for (int below = 0; below < 2; ++below)
     {
         float const one = sums[0][2 * below] + sums[1][2 * below] + sums[2][2 * below];
         float const other = sums[0][2 * below + 1] + sums[1][2 * below + 1] + sums[2][2 * below + 1];
-        *reinterpret_cast<float2*>(to + (at.row + 8 * below) * stride + 2 * at.column) = {one, other};
+        *reinterpret_cast<float2*>(to + (at.row + 8 * below) * stride + 2 * at.column) = {one * kBack, other * kBack};
     }
 }
+
+// A power of two, by which numbers are at most 2^14, and what takes it back.
+struct HalfScale
+{
+    float by;
+    float back;
+
+    // most: of the numbers without their signs.
+    __device__ __forceinline__ explicit HalfScale(float most)
+    {
+        int const exponent = static_cast<int>(__float_as_uint(most) >> 23); // 127 of 1
+        int const scale = min(267 - exponent, 240);
+        by = __int_as_float(scale << 23);
+        back = __int_as_float((254 - scale) << 23);
+    }
+};
 
 // The state of 16 values and kKeys keys, transposed, of which lane (g, t) has rows g and g + 8: of each group of 16
 // keys numbers 4 t to 4 t + 3.
@@ -268,24 +313,71 @@ struct StateTile
         return {x[0][2 * half], x[0][2 * half + 1], x[1][2 * half], x[1][2 * half + 1]};
     }
 
+    // By what the lane's row, or that 8 below, is scaled before it is parted.
+    __device__ __forceinline__ HalfScale scale(int below) const
+    {
+        float most = 0.f;
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group)
+        {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+            {
+                most = fmaxf(most, fabsf(at[group][below][i]));
+            }
+        }
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+        return HalfScale(fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2)));
+    }
+
     // Reads 16 rows' numbers out of it, whose keys it has from group `first` on, [16 values, 16 rows]: those that keys
     // read, and queries.
     __device__ __forceinline__ void read(SplitRows<kSize> const& keys, SplitRows<kSize> const& queries,
         TileNumbers& of_keys, TileNumbers& of_queries, int first = 0) const
     {
         DeltaLane const lane;
+        HalfScale const scales[2] = {scale(0), scale(1)};
         float (*const all[4])[4] = {&of_keys[0], &of_keys[1], &of_queries[0], &of_queries[1]};
 #pragma unroll
         for (int group = 0; group < kGroups; ++group)
         {
+            uint4 const right[4] = {keys.four(lane.row, first + group, lane.column),
+                keys.four(lane.row + 8, first + group, lane.column), queries.four(lane.row, first + group, lane.column),
+                queries.four(lane.row + 8, first + group, lane.column)};
+            uint32_t high[4];
+            uint32_t low[4];
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
+            for (int i = 0; i < 4; ++i)
             {
-                RightParts const right[4] = {RightParts(keys.pair(lane.row, first + group, half, lane.column)),
-                    RightParts(keys.pair(lane.row + 8, first + group, half, lane.column)),
-                    RightParts(queries.pair(lane.row, first + group, half, lane.column)),
-                    RightParts(queries.pair(lane.row + 8, first + group, half, lane.column))};
-                add_products(all, left(group, half), right);
+                float const* const x = at[group][i % 2] + i / 2 * 2;
+                HalfParts const parts(x[0] * scales[i % 2].by, x[1] * scales[i % 2].by);
+                high[i] = parts.high;
+                low[i] = parts.low;
+            }
+            // The three products of one sum stand apart: each waits for the one before it.
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+            {
+                multiply_halves(*all[i], low, right[i].x, right[i].y);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+            {
+                multiply_halves(*all[i], high, right[i].z, right[i].w);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+            {
+                multiply_halves(*all[i], high, right[i].x, right[i].y);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+        {
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+            {
+                (*all[i])[j] *= scales[j / 2].back * (1.f / kRowScale);
             }
         }
     }

@@ -234,6 +234,25 @@ def test_extreme_decays_equal_float64(forgets):
     assert torch.isfinite(slots.states.tensors["net.state"]).all()
 
 
+@pytest.mark.parametrize("layer", [LAYER, MANY], ids=["few", "many"])
+def test_states_of_any_size_equal_float64(layer):
+    """FP16, in which what rows read of them is multiplied, has a narrow range."""
+    slots = Slots(layer, torch.float32, 2)
+    slots.step([40, 40])
+    sizes = torch.tensor([2.0**-120, 2.0**-30, 1.0, 2.0**12, 2.0**50, 0.0]).repeat(layer.value_heads // 6).double()
+    for slot in range(2):
+        slots.keep(slot, 40)
+        own = slots.own[slot]
+        own.state = (own.state * sizes[:, None, None]).float().double()
+        slots.states.tensors["net.state"][slot] = own.state.transpose(1, 2).float()
+        slots.states.tensors["net.writes"][slot] = 0  # of the rows beside it
+        slots.states.tensors["net.decays"][slot] = 1
+    found, expected = slots.step([16, 9])
+    assert_rows_close(
+        found.unflatten(1, (layer.value_heads, -1)), expected.unflatten(1, (layer.value_heads, -1)), torch.float32, 1e-4
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("count", "heads"), [(16, 6), (34, 24)])
 def test_steps_of_many_slots_equal_float64(count, heads, dtype):

@@ -178,9 +178,10 @@ def scratch_bytes(rows: int, segments: int, key_heads: int, value_heads: int, si
     Args:
         prompts: whether a segment may have more rows than stay beside its state.
     """
-    padding = 4  # numbers behind each row, which lie in shared memory so
-    keys = 2 * DELTA_ROWS * (2 * size + padding)  # queries and keys, each number in two parts
-    weights = 2 * DELTA_ROWS * (DELTA_ROWS + padding) + 2 * DELTA_ROWS
+    # Rows lie as in shared memory, where those side by side begin in other banks: queries and keys, each number in two
+    # parts of FP16, and what lies between rows.
+    keys = 2 * DELTA_ROWS * (size + (16 if size % 32 == 0 else 0))
+    weights = 2 * DELTA_ROWS * (DELTA_ROWS + 4) + 2 * DELTA_ROWS
     prepared = segments * (key_heads * keys + value_heads * weights)
     numbers = 2 * DELTA_ROWS * size
     of_chunk = key_heads * numbers + value_heads * (numbers + DELTA_ROWS**2 + 2 * DELTA_ROWS)
