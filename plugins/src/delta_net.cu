@@ -13,7 +13,8 @@
 // state, for all value heads of a key head at once; meanwhile blocks of the other load their states, which absorb. Of
 // few heads of 128 one kernel does all (delta_net_few.cuh).
 //
-// The value heads of one key head share the pending rows' keys. Who writes those is the last block that has read them.
+// The value heads of one key head share the pending rows' keys. Who writes those is the last block that has read them;
+// of few heads all blocks of the key head, once all have.
 #include "delta_net_few.cuh"
 #include "delta_net_head.cuh"
 #include "delta_net_prompt.h"
@@ -21,15 +22,12 @@
 #include "launch.cuh"
 
 #include <algorithm>
+#include <atomic>
 
 namespace dflash
 {
 namespace
 {
-
-// Value heads of all segments up to which one kernel does all: with a slot, in a step, its code comes from memory, and
-// that of two kernels takes longer than what they save.
-constexpr int kFewHeads = 64;
 
 // Blocks of heads that begin while rows are still prepared: two for each multiprocessor of today's large GPUs.
 constexpr int kFirstBlocks = 264;
@@ -104,34 +102,15 @@ __global__ void __launch_bounds__(delta::HeadRows<T, kSize>::kThreads, 2)
     }
 }
 
-// One cluster a value head and segment.
+// One cluster a key head and segment.
 template <typename T>
-__global__ void __cluster_dims__(delta::few::Division<T>::kSplits, 1, 1)
-    __launch_bounds__(delta::few::Division<T>::kThreads, 2)
-        few_heads_kernel(__grid_constant__ dflash_delta_net_params const p)
+__global__ void __launch_bounds__(delta::few::kThreads, 1)
+    few_heads_kernel(__grid_constant__ dflash_delta_net_params const p)
 {
     trigger();
     extern __shared__ float4 memory[];
-    delta::few::Place<T> const place(p);
-    delta::few::Shared<T> const shared(reinterpret_cast<float*>(memory));
-    delta::few::Block<T> const block{place, shared};
-    auto const ahead = block.begin_ahead();
-    int const guess = delta::guess_slot(p, blockIdx.z);
-    wait();
-    wait_for_cluster(); // the other blocks can be sent to
-    int4 const segment = reinterpret_cast<int4 const*>(p.segments)[blockIdx.z];
-    int const end = load_end(p, blockIdx.z);
-    int const length = delta::load_length(p, segment, guess);
-    if (place.split == 0)
-    {
-        clear_padding<T, delta::few::kSize>(p, place.head, segment, end);
-    }
-    if (segment.w > 0)
-    {
-        delta::Segment const own = delta::Segment(p, segment, length).pending();
-        block.stage_first(own);
-        block.run(own, ahead);
-    }
+    delta::few::Block<T> const block{p, *reinterpret_cast<delta::few::Shared<T>*>(memory)};
+    block.run();
 }
 
 // One block a value head and segment.
@@ -201,14 +180,51 @@ cudaError_t launch_delta_net(dflash_delta_net_params const& p, void* workspace, 
                  : launch_kernel(delta_net_kernel<T, kSize>, of_heads, Rows::kThreads, kBytes, stream, p, prepared);
 }
 
+// Clusters of so many blocks that the device's multiprocessors have room for at once; 0 where there are none.
+template <typename T>
+int count_clusters(int blocks)
+{
+    constexpr int kDevices = 64;
+    static std::atomic<int> found[kDevices][delta::few::kMostHeads * delta::few::kSplits + 1]; // one more; 0: not known
+    int device = 0;
+    bool const is_known = cudaGetDevice(&device) == cudaSuccess && device < kDevices;
+    if (is_known && found[device][blocks] > 0)
+    {
+        return found[device][blocks] - 1;
+    }
+    constexpr int kBytes = sizeof(delta::few::Shared<T>);
+    int clusters = 0;
+    cudaError_t error = allow_shared_bytes<few_heads_kernel<T>>(kBytes);
+    ClusterLaunch const launch(dim3(blocks), blocks, delta::few::kThreads, kBytes, nullptr);
+    error = error ? error : cudaOccupancyMaxActiveClusters(&clusters, few_heads_kernel<T>, &launch.config);
+    if (error != cudaSuccess)
+    {
+        cudaGetLastError(); // nobody else's
+        clusters = 0;
+    }
+    if (is_known)
+    {
+        found[device][blocks] = clusters + 1;
+    }
+    return clusters;
+}
+
+// Whether all blocks of few heads run at once; otherwise rows that are prepared once take less time.
+template <typename T>
+bool has_few_heads(dflash_delta_net_params const& p)
+{
+    int const heads = p.value_heads / p.key_heads;
+    return heads <= delta::few::kMostHeads
+        && p.key_heads * p.segment_count <= count_clusters<T>(heads * delta::few::kSplits);
+}
+
 template <typename T>
 cudaError_t launch_few_heads(dflash_delta_net_params const& p, cudaStream_t stream)
 {
-    using D = delta::few::Division<T>;
-    constexpr int kBytes = delta::few::Shared<T>::kBytes;
-    cudaError_t const error = allow_shared_bytes<few_heads_kernel<T>>(kBytes);
-    dim3 const grid(p.value_heads / p.key_heads * D::kSplits, p.key_heads, p.segment_count);
-    return error == cudaSuccess ? launch_kernel(few_heads_kernel<T>, grid, D::kThreads, kBytes, stream, p) : error;
+    int const blocks = p.value_heads / p.key_heads * delta::few::kSplits;
+    dim3 const grid(blocks, p.key_heads, p.segment_count);
+    return launch_clusters(
+        few_heads_kernel<T>, grid, blocks, delta::few::kThreads, sizeof(delta::few::Shared<T>), stream, p);
 }
 
 template <typename T>
@@ -237,8 +253,7 @@ cudaError_t launch_of_size(dflash_delta_net_params const& p, void* workspace, cu
         {
             return launch_single_rows<T>(p, stream);
         }
-        return p.value_heads * p.segment_count <= kFewHeads ? launch_few_heads<T>(p, stream)
-                                                            : launch_delta_net<T, 128>(p, workspace, stream);
+        return has_few_heads<T>(p) ? launch_few_heads<T>(p, stream) : launch_delta_net<T, 128>(p, workspace, stream);
     default: return cudaErrorInvalidValue;
     }
 }

@@ -1,11 +1,11 @@
-// A gated delta net's rows that stay pending, where value heads are few: a cluster has a head, each block some of its
-// values, and all is done in one kernel, whose code is short. With more heads blocks would do the same for each of
-// them.
+// A gated delta net's rows that stay pending, where value heads are few: a cluster has a key head, two blocks each of
+// its value heads, and all is done in one kernel. Some warps load the state, absorb what was accepted and multiply the
+// state by rows; meanwhile others convolve queries and keys and multiply them, two convolve values, and one finds what
+// lies between rows.
 #pragma once
 
-#include "delta_net_few_finish.cuh"
-#include "delta_net_few_rows.cuh"
-#include "delta_net_few_solver.cuh"
+#include "delta_net_few_work.cuh"
+#include "launch.cuh"
 
 namespace dflash
 {
@@ -22,257 +22,585 @@ __device__ __forceinline__ void prefetch(void const* from)
 template <typename T>
 struct Block
 {
-    using D = Division<T>;
+    using Chunk = ChunkRows<T, kSize>;
+    using State = StateTile<kSize, kPartKeys>;
     using S = Shared<T>;
+    using OfHead = Place<T, kSize>;
 
-    Place<T> const& place;
-    S const& shared;
+    dflash_delta_net_params const& p;
+    S& shared;
+    int const heads = gridDim.x / kSplits; // of a key head
+    int const head = blockIdx.x / kSplits; // of the key head's
+    int const split = blockIdx.x % kSplits;
+    int const key_head = blockIdx.y;
     int const warp = threadIdx.x / 32;
     int const lane = threadIdx.x % 32;
-    int const tile = warp % D::kTiles; // of the values: 16
-    int const part = warp / D::kTiles; // of the keys
-    Rows<T> const rows{place, shared};
-    Solver<T> const solver{place, shared};
-    Finish<T> const finish{place, shared};
+    int const tile = warp % kTiles; // of the values
+    int const part = warp / kTiles; // of the keys
+    uint32_t const gates_barrier = shared_address(&shared.gates_barrier);
+    uint32_t const squares_barrier = shared_address(&shared.squares_barrier);
+    DeltaLane const at;
+    OfHead const place{p, key_head * heads + head, key_head};
 
-    // What a thread has of the weights.
-    struct Ahead
-    {
-        typename Rows<T>::Weights weights;
-        typename Solver<T>::Rate rate;
-        float norm; // of a lane's value
-    };
-
-    // One warp does nothing else.
-    __device__ __forceinline__ bool is_solver() const
-    {
-        return warp == D::kThreads / 32 - 1;
-    }
-
-    // What does not wait for the kernels before this one: weights, and what memory sends to the L2.
-    __device__ __forceinline__ Ahead begin_ahead() const
+    __device__ __forceinline__ void run() const
     {
         if (threadIdx.x == 0)
         {
-            init_barrier(shared.squares_barrier, 1);
+            init_barrier(gates_barrier, 1);
+            init_barrier(squares_barrier, 1);
             fence_barrier_inits();
         }
         __syncwarp();
         arrive_at_cluster();
-        if (is_solver())
+        Guess const guess(p);
+        if (warp < kStateWarps)
         {
-            prefetch_state();
+            run_state(guess);
         }
-        return load_ahead();
-    }
-
-    __device__ __forceinline__ Ahead load_ahead() const
-    {
-        Ahead ahead = {};
-        if (is_solver())
+        else if (warp < kFirstValueWarp)
         {
-            ahead.rate = solver.load_rate();
+            run_keys(guess, warp - kStateWarps);
+        }
+        else if (warp < kWarps - 1)
+        {
+            run_values(guess, threadIdx.x - 32 * kFirstValueWarp);
         }
         else
         {
-            rows.load_weights(warp, ahead.weights);
-            ahead.norm = static_cast<float const*>(place.p.norm)[place.split * D::kValues + lane];
+            run_solver(guess);
         }
-        return ahead;
     }
 
-    // Likewise, where the numbers lie that its rows need: those that say it are read again.
-    __device__ __forceinline__ void prefetch_state() const
+    // Before anything that the kernels before this one write is read, and other blocks are sent to.
+    __device__ __forceinline__ static void wait_for_all()
     {
-        int const volatile* const at = place.p.segments + 4 * blockIdx.z;
-        int4 const guess = {guess_slot(place.p, blockIdx.z), at[1], at[2], at[3]};
-        if (guess.w <= 0)
+        wait_for_cluster();
+        wait();
+    }
+
+    __device__ __forceinline__ Chunk chunk_of(Segment const& whole) const
+    {
+        return {p, whole, whole.absorbed, whole.count - whole.absorbed, key_head};
+    }
+
+    __device__ __forceinline__ int first_value() const
+    {
+        return place.first_value() + split * kValues;
+    }
+
+    __device__ __forceinline__ SplitRows<kSize> keys() const
+    {
+        return {shared.keys};
+    }
+
+    __device__ __forceinline__ SplitRows<kSize> queries() const
+    {
+        return {shared.queries};
+    }
+
+    // Asks for what the first row's convolution sees of some channels.
+    __device__ __forceinline__ void prefetch_window(Guess const& guess, int channel, int channels) const
+    {
+        constexpr int kNumbers = 128 / static_cast<int>(sizeof(T)); // of a line
+        Segment const segment = guess.segment();
+        int const lines = channels / kNumbers;
+        if (lane < kBefore * lines && !segment.begins)
+        {
+            T const* const from = place.window_row(segment.slot, segment.window + lane / lines) + channel;
+            prefetch(from + lane % lines * kNumbers);
+        }
+    }
+
+    // -- queries and keys: an item is four rows of one of both, of a warp ---------------------------------------------
+
+    __device__ __forceinline__ void run_keys(Guess const& guess, int item) const
+    {
+        auto const channels = Chunk::item_of(p, key_head, heads, 32 * item + lane);
+        if (channels.row == 0)
+        {
+            prefetch_window(guess, channels.channel - channels.number, kSize);
+        }
+        auto const taps = Chunk::load_taps(p, channels);
+        wait_for_all();
+        typename Chunk::Inputs inputs;
+        Segment const whole = guess.load([&](Segment const& segment) { inputs = chunk_of(segment).load(channels); });
+        if (whole.count <= 0)
         {
             return;
         }
-        int const length = *static_cast<int const volatile*>(place.p.lengths + guess.x);
-        Segment const segment = Segment(place.p, guess, length).pending();
-        constexpr int kShare = kSize / D::kSplits; // of the keys, that this block of the cluster asks for
-        int const first = place.split * kShare;
-        if (!segment.is_zero && lane == 0)
+        Chunk const chunk = chunk_of(whole);
+        SplitRows<kSize> const to = channels.head == 0 ? queries() : keys();
+#pragma unroll
+        for (int i = 0; i < Chunk::kRows; ++i)
         {
-            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(place.state(segment.slot)),
-                "r"(4 * D::kValues * kSize));
+            to.store(channels.row + i, channels.number,
+                FourParts(Chunk::normed(channels, chunk.convolve(channels, taps, inputs, i))));
         }
-        if (lane < segment.accepted)
+        meet_all();
+        arrive_at_cluster(); // what is written below has been read: it was needed
+        int const columns = item % 2 * 8;
+        bool const is_query = item / 2 % 2;
+        float* const products = shared.products[item / 4][is_query] + columns;
+        multiply_rows<kSize, 4>(is_query ? queries() : keys(), keys(), columns, item / 4, products, kMixStride);
+        report(kProductsAreThere, kUntilProducts);
+        wait_for_cluster();
+        auto const blocks = gridDim.x;
+        if (item % blocks == blockIdx.x)
         {
-            prefetch(place.keys(segment.slot, lane) + first);
-            prefetch(place.writes(segment.slot, lane));
-            prefetch(place.decay(segment.slot, lane));
+            chunk.keep(channels, inputs);
         }
-        if (lane < kBefore && !segment.begins && segment.before == 0)
+        if (channels.head == 1 && (item + blocks / 2) % blocks == blockIdx.x)
         {
-            T const* const window = place.window_row(segment.slot, segment.window + lane);
-            prefetch(window + place.query_channel() + first);
-            prefetch(window + place.key_channel() + first);
-            prefetch(window + place.value_channel());
+            keep_keys(chunk, channels);
         }
     }
 
-    using State = StateTile<kSize, D::kPartKeys>;
-
-    __device__ __forceinline__ float* state(Segment const& segment) const
+    __device__ __forceinline__ void keep_keys(Chunk const& chunk, typename Chunk::Item const& channels) const
     {
-        return place.state(segment.slot) + tile * 16 * kSize + part * D::kPartKeys;
+#pragma unroll 1
+        for (int row = channels.row; row < min(channels.row + Chunk::kRows, chunk.count); ++row)
+        {
+            float* const to = place.keys(chunk.segment.slot, row) + channels.number;
+            *reinterpret_cast<float4*>(to) = keys().load(row, channels.number);
+        }
+    }
+
+    // -- values: an item is four rows of four of them, of a lane ------------------------------------------------------
+
+    __device__ __forceinline__ void run_values(Guess const& guess, int item) const
+    {
+        constexpr int kLanes = kValues / Chunk::kLane; // of a row
+        static_assert(kLanes * kDeltaRows / Chunk::kRows == 32 * kValueWarps);
+        int const of_row = item % kLanes;
+        auto const channels = Chunk::item_of(
+            p, key_head, heads, (2 + head) * Chunk::kItems + item / kLanes * Chunk::kLanes + split * kLanes + of_row);
+        if (warp == kFirstValueWarp)
+        {
+            prefetch_window(guess, channels.channel - of_row * Chunk::kLane, kValues);
+        }
+        auto const taps = Chunk::load_taps(p, channels);
+        wait_for_all();
+        typename Chunk::Inputs inputs;
+        Segment const whole = guess.load([&](Segment const& segment) { inputs = chunk_of(segment).load(channels); });
+        if (whole.count <= 0)
+        {
+            return;
+        }
+        Chunk const chunk = chunk_of(whole);
+        stage_gates(whole.pending());
+#pragma unroll
+        for (int i = 0; i < Chunk::kRows; ++i)
+        {
+            *reinterpret_cast<float4*>(&shared.values[channels.row + i][of_row * Chunk::kLane])
+                = chunk.convolve(channels, taps, inputs, i);
+        }
+        meet_all();
+        arrive_at_cluster();
+        chunk.keep(channels, inputs); // only this block has read these
+        wait_for_cluster();
+    }
+
+    // Begins to copy what the outputs are gated by.
+    __device__ __forceinline__ void stage_gates(Segment const& segment) const
+    {
+        constexpr int kBytes = kValues * static_cast<int>(sizeof(T));
+        int const row = (warp - kFirstValueWarp) + kValueWarps * lane;
+        if (row == 0)
+        {
+            expect_bytes(gates_barrier, segment.count * kBytes);
+        }
+        if (row < segment.count)
+        {
+            T const* const from = place.row(segment.first_row + row) + place.channels() + first_value();
+            copy_bytes(shared_address(shared.gates[row]), from, kBytes, gates_barrier);
+        }
+    }
+
+    // -- what lies between rows ---------------------------------------------------------------------------------------
+
+    __device__ __forceinline__ void run_solver(Guess const& guess) const
+    {
+        auto const rate = Chunk::load_rate(p, place.head);
+        wait_for_all();
+        typename Chunk::Projected projected;
+        float pending_decay = 1.f;
+        Segment const whole = guess.load(
+            [&](Segment const& segment)
+            {
+                projected = chunk_of(segment).load_projected(place.head);
+                bool const is_pending = lane < segment.pending().accepted;
+                pending_decay = is_pending ? load_new(place.decay(segment.slot, lane)) : 1.f;
+            });
+        if (whole.count <= 0)
+        {
+            clear_padding(whole);
+            return;
+        }
+        Chunk const chunk = chunk_of(whole);
+        multiply_pending(pending_decay, shared.pending_behind, shared.pending_kept);
+        report(kPendingIsThere, kWithSolver);
+        auto const gates = chunk.gates_of(rate, projected);
+        float const kept = product_to(gates.decay);
+        if (lane < kDeltaRows)
+        {
+            shared.kept[lane] = kept;
+        }
+        auto const weights = chunk.weigh(gates);
+        meet_all();
+        arrive_at_cluster();
+        meet(kProductsAreThere, kUntilProducts);
+        chunk.weigh_products(weights, shared.products, shared.lower, shared.reads);
+        __syncwarp();
+        float inverse[kDeltaRows];
+        chunk.invert(shared.lower, inverse);
+        if (lane < kDeltaRows)
+        {
+#pragma unroll
+            for (int i = 0; i < kDeltaRows; ++i)
+            {
+                shared.solved[i * kMixStride + lane] = inverse[i] * gates.share;
+            }
+        }
+        report(kIsSolved, kWithSolver);
+        wait_for_cluster();
+        if (split == 0 && lane < chunk.count)
+        {
+            *place.decay(whole.slot, lane) = gates.decay;
+        }
+        clear_padding(whole);
+    }
+
+    // Fills the block's outputs of rows between this segment's and the next one's with zeros: they belong to nobody.
+    __device__ __forceinline__ void clear_padding(Segment const& whole) const
+    {
+        int const next = blockIdx.z + 1;
+        int const end = next < p.segment_count ? load_new(p.segments + 4 * next + 2) : p.rows;
+#pragma unroll 1
+        for (int row = whole.first_row + max(whole.count, 0); row < end; ++row)
+        {
+            T* const to = static_cast<T*>(p.out) + int64_t{row} * place.values_of_row() + first_value();
+            to[lane] = from_float<T>(0.f);
+            to[lane + 32] = from_float<T>(0.f);
+        }
+    }
+
+    // -- the state: 16 values and half of the keys, of a warp ---------------------------------------------------------
+
+    __device__ __forceinline__ void run_state(Guess const& guess) const
+    {
+        prefetch_pending(guess.segment().pending());
+        float norm[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+        {
+            norm[i] = static_cast<float const*>(p.norm)[split * kValues + value(2 * i)];
+        }
+        wait_for_all();
+        State state;
+        Segment const whole = guess.load(
+            [&](Segment const& segment)
+            {
+                stage_pending(segment.pending());
+                state.load(memory(segment.slot));
+            });
+        wait_for_copies<0>();
+        if (whole.count <= 0)
+        {
+            return;
+        }
+        Segment const segment = whole.pending();
+        if (segment.is_zero)
+        {
+            state.clear();
+        }
+        meet(kPendingIsThere, kWithSolver);
+        if (segment.accepted > 0)
+        {
+            absorb_pending(state, segment.accepted);
+        }
+        arrive_at_cluster();
+        meet_all();
+        if (segment.accepted > 0)
+        {
+            state.store(memory(segment.slot));
+        }
+        typename State::Parts parts;
+        state.split(parts);
+        // The solver waits for the products of keys, all others for the solver: those go first.
+        meet(kProductsAreThere, kUntilProducts);
+        TileNumbers of_keys = {};
+        TileNumbers of_queries = {};
+        State::read(parts, keys(), queries(), of_keys, of_queries, part * State::kGroups);
+        if (part == 0)
+        {
+            exchange(of_queries, of_keys);
+            write(segment, of_keys);
+        }
+        else
+        {
+            exchange(of_keys, of_queries);
+            give(segment, norm, of_queries);
+        }
+        wait_for_cluster();
+    }
+
+    __device__ __forceinline__ float* memory(int slot) const
+    {
+        return place.state(slot) + (split * kValues + tile * 16) * kSize + part * kPartKeys;
+    }
+
+    // A warp asks for some rows' lines, and for all keys of its tile or none.
+    __device__ __forceinline__ void prefetch_pending(Segment const& segment) const
+    {
+        constexpr int kRows = kDeltaRows / kStateWarps;
+        constexpr int kLine = 128 / static_cast<int>(sizeof(float));
+        int const row = warp * kRows + lane % kRows;
+        int const number = lane / kRows * kLine;
+        if (row < segment.accepted)
+        {
+            if (number < kSize)
+            {
+                prefetch(place.keys(segment.slot, row) + number);
+            }
+            else if (number < kSize + kValues)
+            {
+                prefetch(place.writes(segment.slot, row) + split * kValues + number - kSize);
+            }
+            else if (number == kSize + kValues)
+            {
+                prefetch(place.decay(segment.slot, row));
+            }
+        }
+        if (lane == 0 && part == 0 && !segment.is_zero)
+        {
+            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(memory(segment.slot)), "r"(4 * 16 * kSize));
+        }
+    }
+
+    // Begins to copy the accepted rows' keys and writes.
+    __device__ __forceinline__ void stage_pending(Segment const& segment) const
+    {
+        constexpr int kFours = (kSize + kValues) / 4; // of a row
+        wait_for_copies<0>(); // by a guess that was wrong
+#pragma unroll 1
+        for (int item = threadIdx.x; item < segment.accepted * kFours; item += 32 * kStateWarps)
+        {
+            int const row = item / kFours;
+            int const number = item % kFours * 4;
+            if (number < kSize)
+            {
+                stage_16(&shared.pending_keys[row][number], place.keys(segment.slot, row) + number);
+            }
+            else
+            {
+                float const* const writes = place.writes(segment.slot, row) + split * kValues;
+                stage_16(&shared.pending_writes[row][number - kSize], writes + number - kSize);
+            }
+        }
+        commit_copies();
+    }
+
+    // What the tile's values write of pending rows from `begin` on, by what is left of each row.
+    __device__ __forceinline__ LeftParts pending_writes(int begin, int accepted) const
+    {
+        float numbers[2][2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+        {
+            int const row = begin + 2 * at.column + i;
+            float const* const from = shared.pending_writes[row] + 16 * tile + at.row;
+            float const left = shared.pending_behind[row];
+            numbers[i][0] = row < accepted ? from[0] * left : 0.f;
+            numbers[i][1] = row < accepted ? from[8] * left : 0.f;
+        }
+        return {numbers[0][0], numbers[1][0], numbers[0][1], numbers[1][1]};
     }
 
     __device__ __forceinline__ void absorb_pending(State& state, int accepted) const
     {
-        DeltaLane const at;
-        LeftParts const left[2] = {left_of(0), left_of(8)};
-        float const* const keys = shared.parts + part * S::kPart + 2 * at.column * S::kKeyStride;
-        state.absorb(*shared.pending_kept, accepted > 8, left,
+        LeftParts const left[2] = {pending_writes(0, accepted), pending_writes(8, accepted)};
+        state.absorb(shared.pending_kept, accepted > 8, left,
             [&](int half, int key)
             {
-                float const* const from = keys + 8 * half * S::kKeyStride + key;
-                return RightParts(float2{from[0], from[S::kKeyStride]});
+                int const row = 8 * half + 2 * at.column;
+                float const* const from = &shared.pending_keys[row][part * kPartKeys + key];
+                return RightParts(
+                    float2{row < accepted ? from[0] : 0.f, row + 1 < accepted ? from[S::kKeyStride] : 0.f});
             });
     }
 
-    // What the warp's values write of pending rows from `first` on, by what is left of each row.
-    __device__ __forceinline__ LeftParts left_of(int first) const
+    // -- two parts of a tile: one finds what rows write, the other what they give -------------------------------------
+
+    __device__ __forceinline__ void meet_part() const
     {
-        DeltaLane const at;
-        int const row = first + 2 * at.column;
-        float const* const from = shared.writes + row * S::kValueStride + 16 * tile + at.row;
-        float const left[2] = {shared.pending_behind[row], shared.pending_behind[row + 1]};
-        return {
-            from[0] * left[0], from[S::kValueStride] * left[1], from[8] * left[0], from[S::kValueStride + 8] * left[1]};
+        meet(kPartsMeet + tile, 32 * kParts);
     }
 
-    // Puts what the warp's keys have of the rows' keys and queries where all parts of it are summed up.
-    __device__ __forceinline__ void share_sums(TileNumbers const& of_keys, TileNumbers const& of_queries) const
+    __device__ __forceinline__ void put(TileNumbers const& x) const
     {
-        DeltaLane const at;
-        // The pending rows' keys lay there: of this part both warps have read them.
-        asm volatile("bar.sync %0, %1;" ::"r"(kPartMeets + part), "n"(32 * D::kTiles) : "memory");
-        float* const to = shared.parts + part * S::kPart + 2 * at.column * S::kValueStride + 16 * tile + at.row;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+        {
+            shared.exchange[tile][part][i][lane] = {x[i][0], x[i][1], x[i][2], x[i][3]};
+        }
+    }
+
+    __device__ __forceinline__ void take(TileNumbers& x) const
+    {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+        {
+            *reinterpret_cast<float4*>(x[i]) = shared.exchange[tile][1 - part][i][lane];
+        }
+    }
+
+    // Gives the other part its sums, and adds those that it has of this part's.
+    __device__ __forceinline__ void exchange(TileNumbers const& others, TileNumbers& own) const
+    {
+        put(others);
+        meet_part();
+        TileNumbers more;
+        take(more);
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+        {
+            own[i / 4][i % 4] += more[i / 4][i % 4];
+        }
+    }
+
+    // Number j of half i of a tile's numbers: its row, and its value among the block's.
+    __device__ __forceinline__ int row(int i, int j) const
+    {
+        return 8 * i + 2 * at.column + j % 2;
+    }
+
+    __device__ __forceinline__ int value(int j) const
+    {
+        return 16 * tile + at.row + j / 2 * 8;
+    }
+
+    // What rows write, of what the state gives their keys.
+    __device__ __forceinline__ void write(Segment const& segment, TileNumbers const& of_keys) const
+    {
+        TileNumbers missing;
+        TileNumbers writes = {};
 #pragma unroll
         for (int i = 0; i < 2; ++i)
         {
 #pragma unroll
             for (int j = 0; j < 4; ++j)
             {
-                to[(8 * i + j % 2) * S::kValueStride + j / 2 * 8] = of_keys[i][j];
-                to[(kDeltaRows + 8 * i + j % 2) * S::kValueStride + j / 2 * 8] = of_queries[i][j];
+                missing[i][j] = shared.values[row(i, j)][value(j)] - shared.kept[row(i, j)] * of_keys[i][j];
+            }
+        }
+        meet(kIsSolved, kWithSolver);
+        add_mixed<kMixStride>(missing, shared.solved, writes);
+        put(writes);
+        meet_part();
+        float* const to = place.writes(segment.slot, row(0, 0)) + split * kValues + value(0);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+        {
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+            {
+                if (row(i, j) < segment.count)
+                {
+                    to[(8 * i + j % 2) * place.values_of_row() + j / 2 * 8] = writes[i][j];
+                }
             }
         }
     }
 
-    // By a warp that does not wait for the number before it has solved.
-    __device__ __forceinline__ uint32_t count_reader(Segment const& segment) const
+    // What rows give, of what the state gives their queries.
+    __device__ __forceinline__ void give(
+        Segment const& segment, float const (&norm)[2], TileNumbers const& of_queries) const
     {
-        return lane == 0 ? delta::count_reader(place.counter(segment.slot), gridDim.x - 1) : 0;
+        wait_for_phase(gates_barrier, 0);
+        TileNumbers out;
+        TileNumbers gates;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+        {
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+            {
+                bool const is_there = row(i, j) < segment.count;
+                out[i][j] = shared.kept[row(i, j)] * of_queries[i][j];
+                gates[i][j] = is_there ? norm[j / 2] * quick_silu(to_float(shared.gates[row(i, j)][value(j)])) : 0.f;
+            }
+        }
+        meet(kIsSolved, kWithSolver);
+        meet_part();
+        TileNumbers writes;
+        take(writes);
+        add_mixed<kMixStride>(writes, shared.reads, out);
+        send_squares(out);
+        wait_for_phase(squares_barrier, 0);
+        write_out(segment, gates, out);
     }
 
-    // By the same warp: says whether this block is the last.
-    __device__ __forceinline__ void note_last(uint32_t before) const
+    // Sums of the squares of the tile's values, to both blocks of the head: lane (g, t) to block g.
+    __device__ __forceinline__ void send_squares(TileNumbers const& out) const
     {
-        if (lane == 0)
+        if (tile == 0 && lane == 0)
         {
-            *shared.is_last = before == gridDim.x - 1;
+            expect_bytes(squares_barrier, sizeof(shared.squares));
         }
-    }
-
-    // All threads, wherever they are in the code.
-    __device__ __forceinline__ static void meet_all()
-    {
-        meet<0, D::kThreads>();
-    }
-
-    // All threads, before any of what follows.
-    __device__ __forceinline__ void stage_first(Segment const& segment) const
-    {
-        rows.stage(segment);
-        if (segment.accepted > 0)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
         {
-            rows.stage_pending(segment);
-        }
-        commit_copies();
-    }
-
-    // The two below meet each other: before the convolution, behind it, and when the state has been read.
-    __device__ __forceinline__ void solve(Segment const& segment, typename Solver<T>::Rate const& rate) const
-    {
-        auto gates = solver.load(segment);
-        solver.fill(gates, rate, segment.count);
-        wait_for_copies<0>();
-        meet_all();
-        meet_all();
-        uint32_t const before = count_reader(segment);
-        meet<kProductsAreThere, D::kThreads>();
-        solver.solve(gates.share);
-        note_last(before);
-        meet_all();
-    }
-
-    __device__ __forceinline__ void load(Segment const& segment, State& state) const
-    {
-        if (segment.is_zero)
-        {
-            state.clear();
-        }
-        else
-        {
-            state.load(this->state(segment));
-        }
-    }
-
-    __device__ __forceinline__ void work(Segment const& segment, Ahead const& ahead) const
-    {
-        State state;
-        load(segment, state);
-        wait_for_copies<0>();
-        meet_all(); // the rows are staged
-        rows.convolve(ahead.weights, segment.count);
-        meet_all();
-        if (threadIdx.x == 0)
-        {
-            expect_bytes(shared.squares_barrier, 4 * D::kSplits * kDeltaRows);
-        }
-        rows.multiply_keys();
-        report<kProductsAreThere, D::kThreads>();
-        if (segment.accepted > 0)
-        {
-            absorb_pending(state, segment.accepted);
-            state.store(this->state(segment));
-        }
-        TileNumbers of_keys = {};
-        TileNumbers of_queries = {};
-        state.read(shared.keys, shared.queries, of_keys, of_queries, part * State::kGroups);
-        typename Finish<T>::Outputs outputs;
-        finish.load_gates(segment, outputs);
-        share_sums(of_keys, of_queries);
-        meet_all();
-        finish.run(segment, ahead.norm, outputs);
-        keep(segment);
-    }
-
-    __device__ __forceinline__ void run(Segment const& segment, Ahead const& ahead) const
-    {
-        if (is_solver())
-        {
-            solve(segment, ahead.rate);
-        }
-        else
-        {
-            work(segment, ahead);
+            float sums[2];
+#pragma unroll
+            for (int j = 0; j < 2; ++j)
+            {
+                sums[j] = out[i][j] * out[i][j] + out[i][j + 2] * out[i][j + 2];
+#pragma unroll
+                for (int mask = 4; mask < 32; mask *= 2)
+                {
+                    sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], mask);
+                }
+            }
+            if (at.row < kSplits)
+            {
+                int const to = head * kSplits + at.row;
+                uint32_t const inbox = shared_address(&shared.squares[split * kTiles + tile][row(i, 0)]);
+                send(address_at(inbox, to), sums, address_at(squares_barrier, to));
+            }
         }
     }
 
-    // Keeps beside the state what the next step needs. All blocks of the cluster have read what was kept before.
-    __device__ __forceinline__ void keep(Segment const& segment) const
+    __device__ __forceinline__ void write_out(
+        Segment const& segment, TileNumbers const& gates, TileNumbers const& out) const
     {
-        if (place.split == 0 && threadIdx.x < segment.count)
+        float squares[2][2] = {};
+#pragma unroll
+        for (int from = 0; from < kSplits * kTiles; ++from)
         {
-            *place.decay(segment.slot, threadIdx.x) = shared.decays[threadIdx.x];
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+            {
+                float2 const x = *reinterpret_cast<float2 const*>(&shared.squares[from][row(i, 0)]);
+                squares[i][0] += x.x;
+                squares[i][1] += x.y;
+            }
         }
-        rows.keep(segment, *shared.is_last);
+        int64_t const begins = int64_t{segment.first_row + row(0, 0)} * place.values_of_row();
+        T* const to = static_cast<T*>(p.out) + begins + first_value() + value(0);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+        {
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+            {
+                float const root = rsqrtf(squares[i][j % 2] / static_cast<float>(kSize) + p.norm_eps);
+                if (row(i, j) < segment.count)
+                {
+                    to[(8 * i + j % 2) * place.values_of_row() + j / 2 * 8]
+                        = from_float<T>(out[i][j] * root * gates[i][j]);
+                }
+            }
+        }
     }
 };
 

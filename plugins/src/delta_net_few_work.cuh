@@ -1,4 +1,4 @@
-// The division of few value heads among blocks, and a block's shared memory.
+// The division of few value heads among blocks and warps, a block's shared memory, and how it learns of its segment.
 #pragma once
 
 #include "delta_net_products.cuh"
@@ -12,145 +12,127 @@ namespace few
 {
 
 constexpr int kSize = 128; // of heads
-constexpr int kLane = 4; // numbers that a lane has of a row
+constexpr int kSplits = 2; // blocks of a value head
+constexpr int kMostHeads = 4; // of a key head, whose blocks are a cluster
+constexpr int kValues = kSize / kSplits; // of a block
+constexpr int kTiles = kValues / 16;
+constexpr int kParts = 2; // of the keys
+constexpr int kPartKeys = kSize / kParts;
+
+// Warps: first those of the state, a tile of its values and a part of its keys each; then those of queries and keys,
+// of values, and one for what lies between rows.
+constexpr int kStateWarps = kTiles * kParts;
+constexpr int kRowWarps = 8;
+constexpr int kValueWarps = 2;
+constexpr int kFirstValueWarp = kStateWarps + kRowWarps;
+constexpr int kWarps = kFirstValueWarp + kValueWarps + 1;
+constexpr int kThreads = 32 * kWarps;
+
+// Barriers, and the threads that meet there.
+constexpr int kProductsAreThere = 1;
+constexpr int kUntilProducts = 32 * (kStateWarps + kRowWarps + 1);
+constexpr int kIsSolved = 2;
+constexpr int kPendingIsThere = 3;
+constexpr int kWithSolver = 32 * (kStateWarps + 1); // at both of these
+constexpr int kPartsMeet = 4; // and on, one for each tile
 
 // Not `bar.sync`, all threads of which execute the same instruction: here warps of several branches meet.
-template <int kBarrier, int kThreads>
-__device__ __forceinline__ void meet()
+__device__ __forceinline__ void meet(int barrier, int threads)
 {
-    asm volatile("barrier.sync %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+    asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // Arrives at a barrier that others meet at.
-template <int kBarrier, int kThreads>
-__device__ __forceinline__ void report()
+__device__ __forceinline__ void report(int barrier, int threads)
 {
-    asm volatile("barrier.arrive %0, %1;" ::"n"(kBarrier), "n"(kThreads) : "memory");
+    asm volatile("barrier.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Barriers: 0 is all threads'.
-constexpr int kWorkersMeet = 1;
-constexpr int kProductsAreThere = 2;
-constexpr int kPartMeets = 3; // and on, one for each part of the keys
-
-// The blocks of a cluster share a head: each has some of its values, and all of its keys.
-template <typename T>
-struct Division
+// All threads of the block.
+__device__ __forceinline__ void meet_all()
 {
-    static constexpr int kValues = 32; // of a block
-    static constexpr int kSplits = kSize / kValues; // blocks of a cluster
-    static constexpr int kWarps = kSize / 16; // that hold the state
-    static constexpr int kTiles = kValues / 16; // of values, a warp has one
-    static constexpr int kParts = kWarps / kTiles; // of keys, a warp has one
-    static constexpr int kPartKeys = kSize / kParts;
-    static constexpr int kRowsOfWarp = kDeltaRows / kWarps; // that a warp finishes
-    static constexpr int kWorkers = 32 * kWarps;
-    static constexpr int kThreads = kWorkers + 32;
-    static_assert(kWarps == 8 && kValues == 32 && kSize == 32 * kLane); // as work is given to warps and lanes
-};
-
-// Where a block's numbers lie in memory. Blocks: a key head's value heads, and the splits of each (x), key heads (y),
-// segments (z).
-template <typename T>
-struct Place : delta::Place<T, kSize>
-{
-    using D = Division<T>;
-    using OfHead = delta::Place<T, kSize>;
-
-    int split; // which of the head's values
-
-    __device__ __forceinline__ explicit Place(dflash_delta_net_params const& p)
-        : OfHead(p, blockIdx.y * (gridDim.x / D::kSplits) + blockIdx.x / D::kSplits, blockIdx.y)
-        , split(blockIdx.x % D::kSplits)
-    {
-    }
-
-    __device__ __forceinline__ int first_value() const
-    {
-        return OfHead::first_value() + split * D::kValues;
-    }
-
-    __device__ __forceinline__ int value_channel() const
-    {
-        return OfHead::value_channel() + split * D::kValues;
-    }
-
-    // [kValues, kSize]
-    __device__ __forceinline__ float* state(int slot) const
-    {
-        return OfHead::state(slot) + split * D::kValues * kSize;
-    }
-
-    // What a pending row writes [kValues].
-    __device__ __forceinline__ float* writes(int slot, int row) const
-    {
-        return OfHead::writes(slot, row) + split * D::kValues;
-    }
-};
+    meet(0, kThreads);
+}
 
 template <typename T>
 struct Shared
 {
-    using D = Division<T>;
+    static constexpr int kKeyStride = kSize + 4; // rows apart begin in other banks
+    static constexpr int kValueStride = kValues + 4;
 
-    static constexpr int kValueStride = D::kValues + 4;
-    static constexpr int kKeyStride = D::kPartKeys + 8; // of pending keys
-    static constexpr int kRawStride = 2 * kSize + D::kValues;
-    static constexpr int kMix = kDeltaRows * kMixStride;
-    static constexpr int kPart = 2 * kDeltaRows * kValueStride;
-    static constexpr int kRows = kDeltaRows * kValueStride;
-    static_assert(kDeltaRows * kKeyStride <= kPart);
-    static constexpr int kParts = D::kParts * kPart;
-    static constexpr int kSquares = D::kSplits * kDeltaRows;
+    alignas(16) uint32_t keys[SplitRows<kSize>::kWords];
+    uint32_t queries[SplitRows<kSize>::kWords];
+    float pending_keys[kDeltaRows][kKeyStride];
+    float pending_writes[kDeltaRows][kValueStride];
+    float values[kDeltaRows][kValueStride];
+    float4 exchange[kTiles][kParts][2][32]; // of a part for the other: sums; then what rows write
+    T gates[kDeltaRows][kValues]; // of the outputs
+    typename ChunkRows<T, kSize>::Products products;
+    float solved[kMix]; // (I + A)^-1 b
+    float reads[kMix]; // D (q k)
+    float lower[kMix]; // A transposed
+    float squares[kSplits * kTiles][kDeltaRows]; // sums over a tile's values, from both blocks
+    float kept[kDeltaRows]; // E
+    float pending_behind[kDeltaRows]; // what is left of a row behind the last
+    float pending_kept; // of the state behind the pending rows
+    uint64_t gates_barrier;
+    uint64_t squares_barrier;
+};
 
-    SplitRows<kSize> keys;
-    SplitRows<kSize> queries;
-    T* raw; // [3 + 16, queries, keys, values] before the convolution
-    float* values; // [16, kValues]: v, then what the state has not of it
-    float* writes; // [16, kValues]: U, and before it the pending rows'
-    float* parts; // [kParts, keys' and queries', 16, kValues]: of what rows read; before them the pending rows' keys
-    float* products; // [2 halves of the keys, k k and q k, 16, 16]
-    float* lower; // [16, 16]: A transposed
-    float* reads; // [16, 16]: D (q k)
-    float* solved; // [16, 16]: (I + A)^-1 with the rows' shares
-    float* weights; // [16, 16]: D
-    float* decays; // [16] each
-    float* kept; // E
-    float* pending_behind; // what is left of a row behind the last
-    float* pending_kept; // [1], of the state behind the pending rows
-    int* is_last; // [1]
-    float* squares; // [kSplits, 16]: sums over a block's values
-    uint32_t squares_barrier;
+// A block's segment as memory has it already, which whoever writes it may not have done: where it is right, what a
+// block loads need not wait for it. By whole warps.
+struct Guess
+{
+    dflash_delta_net_params const& p;
+    int4 words; // slot, start, first row, count: within what there is
+    int length;
 
-    static constexpr int kRawBytes = (kBefore + kDeltaRows) * kRawStride * static_cast<int>(sizeof(T));
-    static constexpr int kBytes = kRawBytes
-        + 4 * (2 * SplitRows<kSize>::kWords + 2 * kRows + kParts + 6 * kMix + 3 * kDeltaRows + 4 + kSquares + 2);
-
-    __device__ __forceinline__ explicit Shared(float* memory)
-        : keys{reinterpret_cast<uint32_t*>(memory)}
-        , queries{keys.words + SplitRows<kSize>::kWords}
-        , raw(reinterpret_cast<T*>(queries.words + SplitRows<kSize>::kWords))
-        , values(reinterpret_cast<float*>(raw) + kRawBytes / 4)
-        , writes(values + kRows)
-        , parts(writes + kRows)
-        , products(parts + kParts)
-        , lower(products)
-        , reads(products + kMix)
-        , solved(products + 4 * kMix)
-        , weights(solved + kMix)
-        , decays(weights + kMix)
-        , kept(decays + kDeltaRows)
-        , pending_behind(kept + kDeltaRows)
-        , pending_kept(pending_behind + kDeltaRows)
-        , is_last(reinterpret_cast<int*>(pending_kept + 1))
-        , squares(pending_kept + 4)
-        , squares_barrier(shared_address(squares + kSquares))
+    __device__ __forceinline__ explicit Guess(dflash_delta_net_params const& p)
+        : p(p)
     {
+        constexpr int kLanes = 32;
+        int const lane = static_cast<int>(threadIdx.x) % kLanes;
+        int const of_lane = load_new(p.lengths + min(lane, p.slots - 1)); // beside the segment, not behind it
+        words = load_new(reinterpret_cast<int4 const*>(p.segments) + blockIdx.z);
+        words.x = min(max(words.x, 0), p.slots - 1);
+        words.z = min(max(words.z, 0), p.rows - 1);
+        words.w = min(words.w, p.rows - words.z);
+        length = __shfl_sync(0xffffffffu, of_lane, words.x % kLanes);
+        if (words.x >= kLanes)
+        {
+            length = load_new(p.lengths + words.x);
+        }
     }
 
-    __device__ __forceinline__ SplitRows<kSize> rows(bool is_query) const
+    __device__ __forceinline__ Segment segment() const
     {
-        return {keys.words + (is_query ? SplitRows<kSize>::kWords : 0)};
+        return Segment(p, words, length);
+    }
+
+    // Behind the kernels before this one: loads what a segment needs by the guess and, if it was wrong, again. Returns
+    // the segment; without rows nothing is loaded for it.
+    template <typename Load>
+    __device__ __forceinline__ Segment load(Load const& load) const
+    {
+        int4 const asked = load_new(reinterpret_cast<int4 const*>(p.segments) + blockIdx.z);
+        int const asked_length = load_new(p.lengths + words.x);
+        Segment segment = this->segment();
+#pragma unroll 1
+        for (bool is_sure = false;; is_sure = true)
+        {
+            if (segment.count > 0)
+            {
+                load(segment);
+            }
+            bool const was_right = asked.x == words.x && asked.y == words.y && asked.z == words.z && asked.w == words.w
+                && asked_length == length;
+            if (is_sure || was_right)
+            {
+                return segment;
+            }
+            bool const is_other = asked.x != words.x && asked.w > 0;
+            segment = Segment(p, asked, is_other ? load_new(p.lengths + asked.x) : asked_length);
+        }
     }
 };
 

@@ -160,23 +160,6 @@ struct HeadRows
         return first + at.row + j / 2 * 8;
     }
 
-    // sums += x * mix^T, of mix [16 rows, 16 rows] that has nothing above its diagonal.
-    __device__ __forceinline__ void add_mixed(TileNumbers const& x, float const* mix, TileNumbers& sums) const
-    {
-        auto const right = [&](int rows, int tile)
-        {
-            float const* const from = mix + (8 * rows + at.row) * kMixStride + 8 * tile + 2 * at.column;
-            return RightParts(*reinterpret_cast<float2 const*>(from));
-        };
-        auto const left = [&](int tile) { return LeftParts(x[tile][0], x[tile][1], x[tile][2], x[tile][3]); };
-        float (*const both[2])[4] = {&sums[0], &sums[1]};
-        RightParts const of_first[2] = {right(0, 0), right(1, 0)};
-        add_products(both, left(0), of_first);
-        float (*const last[1])[4] = {&sums[1]};
-        RightParts const of_last[1] = {right(1, 1)};
-        add_products(last, left(1), of_last);
-    }
-
     // Computes what rows write of what the state gives their keys.
     __device__ __forceinline__ void write(TileNumbers const& of_keys, TileNumbers& writes) const
     {
@@ -191,7 +174,7 @@ struct HeadRows
                 writes[i][j] = 0.f;
             }
         }
-        add_mixed(missing, shared.own.solved, writes);
+        add_mixed<kMixStride>(missing, shared.own.solved, writes);
         float* const to = place.writes(segment.slot, row(0, 0)) + value(0);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
@@ -289,7 +272,7 @@ struct HeadRows
                 out[i][j] = shared.own.kept[row(i, j)] * of_queries[i][j];
             }
         }
-        add_mixed(writes, shared.own.reads, out);
+        add_mixed<kMixStride>(writes, shared.own.reads, out);
         sum_squares(out);
         __syncthreads();
         give(norm, out);
@@ -345,7 +328,7 @@ struct HeadRows
         }
         else
         {
-            state.load(memory, [](float4 const* from) { return load_new(from); });
+            state.load(memory);
         }
         make_barriers();
         stage_first();
@@ -377,6 +360,8 @@ struct HeadRows
             absorb_pending(state, segment.accepted);
             state.store(memory);
         }
+        typename State::Parts parts;
+        state.split(parts);
         if (is_first)
         {
             stage_prepared(prepared);
@@ -384,7 +369,7 @@ struct HeadRows
         wait_for_phase(barrier + 8, 0);
         TileNumbers of_keys = {};
         TileNumbers of_queries = {};
-        state.read(keys(), queries(), of_keys, of_queries);
+        State::read(parts, keys(), queries(), of_keys, of_queries);
         finish(of_keys, of_queries);
         keep();
     }

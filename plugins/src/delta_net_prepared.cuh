@@ -23,8 +23,8 @@ struct PreparedRows
 
     struct alignas(16) Weights
     {
-        float solved[kDeltaRows * kMixStride]; // (I + A)^-1 b
-        float reads[kDeltaRows * kMixStride]; // D (q k)
+        float solved[kMix]; // (I + A)^-1 b
+        float reads[kMix]; // D (q k)
         float kept[kDeltaRows]; // E
         float decays[kDeltaRows];
     };
@@ -61,15 +61,14 @@ struct Preparation
     static constexpr int kWarps = kThreads / 32;
     static constexpr int kMostSolving = 4; // warps
     static constexpr int kProducts = 8; // of keys and queries by keys
-    static constexpr int kMix = kDeltaRows * kMixStride;
     static_assert(2 * Chunk::kItems <= kThreads);
 
     struct alignas(16) Shared
     {
         uint32_t keys[SplitRows<kSize>::kWords];
         uint32_t queries[SplitRows<kSize>::kWords];
-        float products[2][2][kMix]; // of half of the numbers each: k k, and q k
-        float lower[kMostSolving][kMixNumbers]; // A transposed
+        typename Chunk::Products products;
+        alignas(16) float lower[kMostSolving][kMix]; // A transposed
     };
 
     // What does not wait for the kernels before this one: which numbers a thread convolves, and by which weights.
@@ -145,15 +144,7 @@ struct Preparation
     {
         auto& to = of_head(head);
         float* const lower = shared.lower[warp];
-#pragma unroll
-        for (int i = 0; i < kDeltaRows / 2; ++i)
-        {
-            int const row = chunk.first_weighed() + i;
-            int const at = row * kMixStride + chunk.column;
-            lower[chunk.column * kDeltaRows + row]
-                = weights.shared[i] * (shared.products[0][0][at] + shared.products[1][0][at]);
-            to.reads[at] = weights.left[i] * (shared.products[0][1][at] + shared.products[1][1][at]);
-        }
+        chunk.weigh_products(weights, shared.products, lower, to.reads);
         __syncwarp();
         float inverse[kDeltaRows];
         chunk.invert(lower, inverse);
@@ -171,7 +162,7 @@ struct Preparation
     __device__ __forceinline__ typename Chunk::Gates make_gates(
         int head, typename Chunk::Projected const& projected) const
     {
-        auto const gates = chunk.gates_of(first_head() + head, projected);
+        auto const gates = chunk.gates_of(Chunk::load_rate(chunk.p, first_head() + head), projected);
         float const kept = product_to(gates.decay);
         if (lane < kDeltaRows)
         {

@@ -1,6 +1,7 @@
 // Products of gated delta nets on tensor cores, as exact as FP32's: each number is two of 11 bits each, and of their
 // four products the three that matter are taken. What rows read of the state, and each other, is multiplied in FP16,
-// whose products take half as long as TF32's, of numbers that are scaled to fit; what is added to the state, in TF32.
+// whose products take half as long as TF32's: bits are then kept of a row as a whole, not of each number. What is added
+// to the state is multiplied in TF32.
 //
 // A warp holds the state of 16 values and some keys, transposed, as the accumulators of its products have it. So it is
 // both what rows are added to and, without another word moved, the left operand of what rows read: only the order of
@@ -112,6 +113,25 @@ __device__ __forceinline__ void add_products(
     }
 }
 
+// sums += x * mix^T, of mix [16 rows, 16 rows] that has nothing above its diagonal.
+template <int kStride>
+__device__ __forceinline__ void add_mixed(TileNumbers const& x, float const* mix, TileNumbers& sums)
+{
+    DeltaLane const at;
+    auto const right = [&](int rows, int tile)
+    {
+        float const* const from = mix + (8 * rows + at.row) * kStride + 8 * tile + 2 * at.column;
+        return RightParts(*reinterpret_cast<float2 const*>(from));
+    };
+    auto const left = [&](int tile) { return LeftParts(x[tile][0], x[tile][1], x[tile][2], x[tile][3]); };
+    float (*const both[2])[4] = {&sums[0], &sums[1]};
+    RightParts const of_first[2] = {right(0, 0), right(1, 0)};
+    add_products(both, left(0), of_first);
+    float (*const last[1])[4] = {&sums[1]};
+    RightParts const of_last[1] = {right(1, 1)};
+    add_products(last, left(1), of_last);
+}
+
 // Two numbers as two of FP16 each, which products take at twice the rate of TF32's and of as many bits. What is below
 // 2^-25 is lost, and what is above 65,504: numbers are scaled first.
 struct HalfParts
@@ -141,6 +161,13 @@ __device__ __forceinline__ void multiply_halves(float (&sum)[4], uint32_t const 
 // What rows' numbers, at most 1, are multiplied by before they are parted.
 constexpr float kRowScale = 4096.f;
 
+// The power of two at or below a number of at most 1; 2^-100 of a smaller one. Rows that are as small as it are divided
+// by it before they are parted.
+__device__ __forceinline__ float power_of_two(float x)
+{
+    return __uint_as_float(max(__float_as_uint(x) & 0x7f800000u, 27u << 23));
+}
+
 // Four numbers of a row, in parts: both pairs' high ones, then both low ones.
 struct FourParts
 {
@@ -166,17 +193,6 @@ struct SplitRows
     __device__ __forceinline__ void store(int row, int first, FourParts const& x) const
     {
         *reinterpret_cast<uint4*>(words + row * kStride + first) = x.words;
-    }
-
-    // Four numbers whole, where their parts will be: for the lane that stores those.
-    __device__ __forceinline__ void keep(int row, int first, float4 const& x) const
-    {
-        *reinterpret_cast<float4*>(words + row * kStride + first) = x;
-    }
-
-    __device__ __forceinline__ float4 kept(int row, int first) const
-    {
-        return *reinterpret_cast<float4 const*>(words + row * kStride + first);
     }
 
     __device__ __forceinline__ float4 load(int row, int first) const
@@ -237,7 +253,9 @@ __device__ __forceinline__ void multiply_rows(
     }
 }
 
-// A power of two, by which numbers are at most 2^14, and what takes it back.
+// A power of two, by which numbers become at most 2^14, and what takes it back: FP16 has more, and so what is 2^-28 of
+// the largest number still has all its bits. Of numbers below 2^-99 it is not as large, or what takes it back were none
+// that FP32 has with all its bits.
 struct HalfScale
 {
     float by;
@@ -246,10 +264,11 @@ struct HalfScale
     // most: of the numbers without their signs.
     __device__ __forceinline__ explicit HalfScale(float most)
     {
-        int const exponent = static_cast<int>(__float_as_uint(most) >> 23); // 127 of 1
-        int const scale = min(267 - exponent, 240);
+        constexpr int kOne = 127; // the exponent of 1, as it is stored
+        int const exponent = static_cast<int>(__float_as_uint(most) >> 23);
+        int const scale = min(13 + 2 * kOne - exponent, 240);
         by = __int_as_float(scale << 23);
-        back = __int_as_float((254 - scale) << 23);
+        back = __int_as_float((2 * kOne - scale) << 23);
     }
 };
 
@@ -262,13 +281,8 @@ struct StateTile
 
     float at[kGroups][2][4]; // [][0: row g, 1: row g + 8][]
 
+    // Past the L1 cache: what was before may lie there.
     __device__ __forceinline__ void load(float const* from)
-    {
-        load(from, [](float4 const* at) { return *at; });
-    }
-
-    template <typename LoadFour>
-    __device__ __forceinline__ void load(float const* from, LoadFour const& load_four)
     {
         DeltaLane const lane;
 #pragma unroll
@@ -278,7 +292,7 @@ struct StateTile
             for (int below = 0; below < 2; ++below)
             {
                 float const* const row = from + (lane.row + 8 * below) * kSize + 16 * group + 4 * lane.column;
-                *reinterpret_cast<float4*>(at[group][below]) = load_four(reinterpret_cast<float4 const*>(row));
+                *reinterpret_cast<float4*>(at[group][below]) = load_new(reinterpret_cast<float4 const*>(row));
             }
         }
     }
@@ -307,12 +321,6 @@ struct StateTile
         }
     }
 
-    __device__ __forceinline__ LeftParts left(int group, int half) const
-    {
-        auto const& x = at[group];
-        return {x[0][2 * half], x[0][2 * half + 1], x[1][2 * half], x[1][2 * half + 1]};
-    }
-
     // By what the lane's row, or that 8 below, is scaled before it is parted.
     __device__ __forceinline__ HalfScale scale(int below) const
     {
@@ -330,13 +338,49 @@ struct StateTile
         return HalfScale(fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2)));
     }
 
+    // A group's numbers in parts, as the left operand of what rows read; scales: of the lane's row, and that 8 below.
+    __device__ __forceinline__ void split(
+        int group, HalfScale const (&scales)[2], uint32_t (&high)[4], uint32_t (&low)[4]) const
+    {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+        {
+            float const* const x = at[group][i % 2] + i / 2 * 2;
+            HalfParts const both(x[0] * scales[i % 2].by, x[1] * scales[i % 2].by);
+            high[i] = both.high;
+            low[i] = both.low;
+        }
+    }
+
+    // Likewise all of the state.
+    struct Parts
+    {
+        uint32_t high[kGroups][4];
+        uint32_t low[kGroups][4];
+        float back[2]; // what takes back the scale of the lane's row, and of that 8 below
+    };
+
+    __device__ __forceinline__ void split(Parts& parts) const
+    {
+        HalfScale const scales[2] = {scale(0), scale(1)};
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group)
+        {
+            split(group, scales, parts.high[group], parts.low[group]);
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+        {
+            parts.back[i] = scales[i].back * (1.f / kRowScale);
+        }
+    }
+
     // Reads 16 rows' numbers out of it, whose keys it has from group `first` on, [16 values, 16 rows]: those that keys
     // read, and queries.
-    __device__ __forceinline__ void read(SplitRows<kSize> const& keys, SplitRows<kSize> const& queries,
-        TileNumbers& of_keys, TileNumbers& of_queries, int first = 0) const
+    __device__ __forceinline__ static void read(Parts const& parts, SplitRows<kSize> const& keys,
+        SplitRows<kSize> const& queries, TileNumbers& of_keys, TileNumbers& of_queries, int first = 0)
     {
         DeltaLane const lane;
-        HalfScale const scales[2] = {scale(0), scale(1)};
         float (*const all[4])[4] = {&of_keys[0], &of_keys[1], &of_queries[0], &of_queries[1]};
 #pragma unroll
         for (int group = 0; group < kGroups; ++group)
@@ -344,31 +388,21 @@ struct StateTile
             uint4 const right[4] = {keys.four(lane.row, first + group, lane.column),
                 keys.four(lane.row + 8, first + group, lane.column), queries.four(lane.row, first + group, lane.column),
                 queries.four(lane.row + 8, first + group, lane.column)};
-            uint32_t high[4];
-            uint32_t low[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-            {
-                float const* const x = at[group][i % 2] + i / 2 * 2;
-                HalfParts const parts(x[0] * scales[i % 2].by, x[1] * scales[i % 2].by);
-                high[i] = parts.high;
-                low[i] = parts.low;
-            }
             // The three products of one sum stand apart: each waits for the one before it.
 #pragma unroll
             for (int i = 0; i < 4; ++i)
             {
-                multiply_halves(*all[i], low, right[i].x, right[i].y);
+                multiply_halves(*all[i], parts.low[group], right[i].x, right[i].y);
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i)
             {
-                multiply_halves(*all[i], high, right[i].z, right[i].w);
+                multiply_halves(*all[i], parts.high[group], right[i].z, right[i].w);
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i)
             {
-                multiply_halves(*all[i], high, right[i].x, right[i].y);
+                multiply_halves(*all[i], parts.high[group], right[i].x, right[i].y);
             }
         }
 #pragma unroll
@@ -377,7 +411,7 @@ struct StateTile
 #pragma unroll
             for (int j = 0; j < 4; ++j)
             {
-                (*all[i])[j] *= scales[j / 2].back * (1.f / kRowScale);
+                (*all[i])[j] *= parts.back[j / 2];
             }
         }
     }

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(delta::kPromptThreads, 4)
 // Of heads of 128 one block a multiprocessor, by its registers: where the kernel before it still runs, two would be put
 // on those that become free, and others left without.
 template <int kSize>
-__global__ void __launch_bounds__(delta::PromptStates<kSize>::kThreads)
+__global__ void __launch_bounds__(delta::PromptStates<kSize>::kThreads, 1)
     prompt_states_kernel(__grid_constant__ dflash_delta_net_params const p, delta::PromptRange<kSize> range, int stages)
 {
     using States = delta::PromptStates<kSize>;

@@ -9,6 +9,7 @@
 // to chunk.
 #pragma once
 
+#include "delta_net_products.cuh"
 #include "delta_net_rows.cuh"
 
 namespace dflash
@@ -42,9 +43,9 @@ constexpr int numbers_of_values(int size)
 }
 
 // Places whose chunks are taken together, and their numbers in scratch memory. Of a chunk these are, for each key head,
-// its queries [D / 16, 16 rows, 16], and its keys as products take them; for each value head W, laid out as queries
-// are, D (q k) [16, 16], E and what is left of each row behind the last; and, transposed, [D, 16 rows], at first what
-// rows would write to a state of zeros, and then their outputs.
+// its queries [D / 16, 16 rows, 16], in parts, and its keys as products take them; for each value head W, as queries
+// are, a row of it by `1 / power_of_two(E)`, D (q k) [16, 16], E and what is left of each row behind the last; and,
+// transposed, [D, 16 rows], at first what rows would write to a state of zeros, and then their outputs.
 template <int kSize>
 struct PromptRange
 {
@@ -119,9 +120,9 @@ struct PromptRows
     {
         float rows[kDeltaRows * kStride]; // queries and keys
         float values[kDeltaRows * kValueStride];
-        float products[2][kDeltaRows * kMixStride]; // k k, then q k
-        float lower[kHeads][kMixNumbers]; // A transposed
-        float solved[kHeads][2][kMixNumbers]; // (I + A)^-1 b, and that with E
+        float products[2][kMix]; // k k, then q k
+        float lower[kHeads][kMix]; // A transposed
+        float solved[kHeads][2][kMixNumbers]; // (I + A)^-1 b, and that with E, scaled
     };
 
     dflash_delta_net_params const& p;
@@ -198,14 +199,14 @@ struct PromptRows
     __device__ __forceinline__ void keep_keys(int key_head) const
     {
         float* const to = range.of_keys(place, key_head);
-        float4* const queries = reinterpret_cast<float4*>(to);
+        uint4* const queries = reinterpret_cast<uint4*>(to);
         float4* const keys = reinterpret_cast<float4*>(to + Range::kRowNumbers);
 #pragma unroll
         for (int item = threadIdx.x - 32 * kHeads; item < Range::kRowNumbers / 4; item += kOthers)
         {
             int const row = item / 4 % kDeltaRows;
             int const number = item / (4 * kDeltaRows) * 16 + item % 4 * 4;
-            queries[item] = *reinterpret_cast<float4 const*>(shared.rows + row * kStride + number);
+            queries[item] = FourParts(*reinterpret_cast<float4 const*>(shared.rows + row * kStride + number)).words;
         }
 #pragma unroll
         for (int item = threadIdx.x - 32 * kHeads; item < Range::kRowNumbers / 4; item += kOthers)
@@ -235,18 +236,20 @@ struct PromptRows
         {
             int const row = chunk.first_weighed() + i;
             int const at = row * kMixStride + chunk.column;
-            lower[chunk.column * kDeltaRows + row] = weights.shared[i] * shared.products[0][at];
+            lower[chunk.column * kMixStride + row] = weights.shared[i] * shared.products[0][at];
             mix[row * kDeltaRows + chunk.column] = weights.left[i] * shared.products[1][at];
         }
         __syncwarp();
         float inverse[kDeltaRows];
         chunk.invert(lower, inverse);
-        float const by = gates.share * (lane < kDeltaRows ? 1.f : kept);
+        bool const has_kept = lane >= kDeltaRows;
+        float const by = gates.share * (has_kept ? kept : 1.f);
         float* const to = shared.solved[warp][lane / kDeltaRows] + lane % kDeltaRows;
 #pragma unroll
         for (int i = 0; i < kDeltaRows; ++i)
         {
-            to[i * kDeltaRows] = inverse[i] * by;
+            float const of_row = 1.f / power_of_two(__shfl_sync(0xffffffffu, kept, i));
+            to[i * kDeltaRows] = inverse[i] * by * (has_kept ? of_row : 1.f);
         }
     }
 
@@ -268,8 +271,10 @@ struct PromptRows
                 x[i] = from[i * stride];
             }
             float const* const mix = shared.solved[head][is_value ? 0 : 1];
-            float* const to = is_value ? range.values(place, first + head) + number * kDeltaRows
-                                       : range.of_values(place, first + head) + number / 16 * 256 + number % 16;
+            float* const values = range.values(place, first + head) + number * kDeltaRows;
+            // Of two numbers side by side a thread has the high parts, the next one the low ones.
+            uint32_t* const parts = reinterpret_cast<uint32_t*>(range.of_values(place, first + head))
+                + number / 16 * 256 + number % 16 / 4 * 4 + number % 2 * 2 + number % 4 / 2;
 #pragma unroll
             for (int begin = 0; begin < kDeltaRows; begin += 4)
             {
@@ -289,14 +294,21 @@ struct PromptRows
                 }
                 if (is_value)
                 {
-                    *reinterpret_cast<float4*>(to + begin) = {sums[0], sums[1], sums[2], sums[3]};
+                    *reinterpret_cast<float4*>(values + begin) = {sums[0], sums[1], sums[2], sums[3]};
                 }
-                else
+                if (kSize < 32 || !is_value) // whole warps
                 {
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
                     {
-                        to[16 * (begin + i)] = sums[i];
+                        float const own = sums[i] * kRowScale;
+                        float const others = __shfl_xor_sync(0xffffffffu, own, 1);
+                        bool const is_second = number % 2 != 0;
+                        HalfParts const both(is_second ? others : own, is_second ? own : others);
+                        if (!is_value)
+                        {
+                            parts[16 * (begin + i)] = is_second ? both.low : both.high;
+                        }
                     }
                 }
             }
@@ -316,7 +328,7 @@ struct PromptRows
             typename Chunk::Gates gates = {};
             if (solves)
             {
-                gates = chunk.gates_of(first + warp, chunk.load_projected(first + warp));
+                gates = chunk.gates_of(Chunk::load_rate(p, first + warp), chunk.load_projected(first + warp));
             }
             convolve(first - begin, heads);
             __syncthreads();

@@ -26,9 +26,9 @@ struct PromptStates
     // What a chunk brings, in the order of its copies.
     struct Stage
     {
-        float queries[Range::kRowNumbers];
+        uint32_t queries[Range::kRowNumbers];
         float keys[Range::kRowNumbers];
-        float lacking[Range::kRowNumbers]; // W
+        uint32_t lacking[Range::kRowNumbers]; // W
         float mix[kMixNumbers];
         float kept[kDeltaRows];
         float behind[kDeltaRows];
@@ -147,44 +147,50 @@ struct PromptStates
     }
 
     // A chunk's four numbers of each of the warp's groups of 16 keys: as many apart as 16 rows have.
-    __device__ __forceinline__ float4 const* of_part(float const* from) const
+    template <typename Four>
+    __device__ __forceinline__ Four const* of_part(void const* from) const
     {
-        return reinterpret_cast<float4 const*>(from) + part * State::kGroups * 64 + lane;
+        return static_cast<Four const*>(from) + part * State::kGroups * 64 + lane;
     }
 
-    // Multiplies the state by both of a chunk's: W, and the queries.
+    // Multiplies the state by both of a chunk's: W, whose rows are scaled, and the queries.
     __device__ __forceinline__ void read(
-        State const& state, Stage const& stage, Sums& of_lacking, Sums& of_queries) const
+        State const& state, Stage const& stage, TileNumbers& of_lacking, TileNumbers& of_queries) const
     {
-        float4 const* const lacking = of_part(stage.lacking);
-        float4 const* const queries = of_part(stage.queries);
+        uint4 const* const lacking = of_part<uint4>(stage.lacking);
+        uint4 const* const queries = of_part<uint4>(stage.queries);
+        HalfScale const scales[2] = {state.scale(0), state.scale(1)};
+        Sums sums[2] = {};
 #pragma unroll
         for (int group = 0; group < State::kGroups; ++group)
         {
-            float4 const w[2] = {lacking[64 * group], lacking[64 * group + 32]};
-            float4 const q[2] = {queries[64 * group], queries[64 * group + 32]};
+            uint32_t high[4];
+            uint32_t low[4];
+            state.split(group, scales, high, low);
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
+            for (int i = 0; i < 4; ++i)
             {
-                LeftParts const left = state.left(group, half);
-                float2 const of_w[2] = {half_of(w[0], half), half_of(w[1], half)};
-                float2 const of_q[2] = {half_of(q[0], half), half_of(q[1], half)};
-                multiply(left, of_w, of_lacking);
-                multiply(left, of_q, of_queries);
+                uint4 const right = (i < 2 ? lacking : queries)[64 * group + i % 2 * 32];
+                multiply_halves(sums[i / 2][0][i % 2], low, right.x, right.y);
+                multiply_halves(sums[i / 2][1][i % 2], high, right.z, right.w);
+                multiply_halves(sums[i / 2][2][i % 2], high, right.x, right.y);
             }
         }
-    }
-
-    __device__ __forceinline__ static float2 half_of(float4 const& x, int half)
-    {
-        return half == 0 ? float2{x.x, x.y} : float2{x.z, x.w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+        {
+            float const back = scales[i % 4 / 2].back * (1.f / kRowScale);
+            float const of_row = power_of_two(stage.kept[8 * (i / 4) + 2 * at.column + i % 2]);
+            of_lacking[i / 4][i % 4] = sum(sums[0], i / 4, i % 4) * back * of_row;
+            of_queries[i / 4][i % 4] = sum(sums[1], i / 4, i % 4) * back;
+        }
     }
 
     // state <- kept * state + writes * keys.
     __device__ __forceinline__ void absorb(State& state, Stage const& stage, LeftParts const (&left)[2]) const
     {
         float const kept = stage.kept[kDeltaRows - 1];
-        float4 const* const keys = of_part(stage.keys);
+        float4 const* const keys = of_part<float4>(stage.keys);
 #pragma unroll
         for (int group = 0; group < State::kGroups; ++group)
         {
@@ -202,15 +208,6 @@ struct PromptStates
                 float& x = state.at[group][i % 4 / 2][i / 4 * 2 + i % 2];
                 x = fmaf(x, kept, sum(sums, i / 4, i % 4));
             }
-        }
-    }
-
-    __device__ __forceinline__ static void sum_up(Sums const& sums, TileNumbers& to)
-    {
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-        {
-            to[i / 4][i % 4] = sum(sums, i / 4, i % 4);
         }
     }
 
@@ -272,12 +269,7 @@ struct PromptStates
     {
         TileNumbers of_lacking;
         TileNumbers of_queries;
-        {
-            Sums sums[2] = {};
-            read(state, stage, sums[0], sums[1]);
-            sum_up(sums[0], of_lacking);
-            sum_up(sums[1], of_queries);
-        }
+        read(state, stage, of_lacking, of_queries);
         if (kParts > 1)
         {
             exchange(of_lacking, of_queries);
@@ -361,7 +353,7 @@ struct PromptStates
         }
         else
         {
-            state.load(this->state(), [](float4 const* from) { return load_new(from); }); // of the range before, too
+            state.load(this->state());
         }
         if (chunk == 0)
         {

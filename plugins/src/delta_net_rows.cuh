@@ -11,6 +11,7 @@ namespace delta
 
 constexpr int kMixNumbers = kDeltaRows * kDeltaRows;
 constexpr int kMixStride = kDeltaRows + 4; // where rows apart begin in other banks
+constexpr int kMix = kDeltaRows * kMixStride;
 constexpr float kLengthEps = 1e-6f; // of keys and queries
 
 // Without what numbers below 2^-126 would take: exp(-x) of a large x is 0, of a small one infinite.
@@ -37,12 +38,10 @@ __device__ __forceinline__ float kept_if(bool is_kept, float x)
     return __int_as_float(__float_as_int(x) & (is_kept ? -1 : 0));
 }
 
-// Copies 16 bytes, or fills in zeros.
-__device__ __forceinline__ void stage_16(void* to, void const* from, bool is_there)
+// Begins to copy 16 bytes.
+__device__ __forceinline__ void stage_16(void* to, void const* from)
 {
-    asm volatile(
-        "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(is_there ? 16 : 0)
-        : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 
 // Products of what the first 16 lanes have, up to a lane's own.
@@ -246,7 +245,7 @@ struct ChunkRows
     {
         T const* const from = static_cast<T const*>(p.gates)
             + int64_t{segment.first_row + first + min(column, count - 1)} * p.gates_row_stride + head;
-        return {from[0], from[p.value_heads]};
+        return {load_new(from), load_new(from + p.value_heads)};
     }
 
     // Of a lane's row.
@@ -256,11 +255,23 @@ struct ChunkRows
         float decay;
     };
 
-    __device__ __forceinline__ Gates gates_of(int head, Projected const& projected) const
+    // A value head's.
+    struct Rate
     {
-        float const a = to_float(projected.decay) + static_cast<float const*>(p.dt_bias)[head];
+        float log;
+        float bias;
+    };
+
+    __device__ __forceinline__ static Rate load_rate(dflash_delta_net_params const& p, int head)
+    {
+        return {static_cast<float const*>(p.a_log)[head], static_cast<float const*>(p.dt_bias)[head]};
+    }
+
+    __device__ __forceinline__ Gates gates_of(Rate const& of_head, Projected const& projected) const
+    {
+        float const a = to_float(projected.decay) + of_head.bias;
         float const softplus = fmaxf(a, 0.f) + log1pf(expf(-fabsf(a)));
-        float const rate = expf(static_cast<float const*>(p.a_log)[head]);
+        float const rate = expf(of_head.log);
         bool const is_there = column < count;
         return {
             is_there ? 1.f / (1.f + expf(-to_float(projected.share))) : 0.f, is_there ? expf(-rate * softplus) : 1.f};
@@ -299,6 +310,26 @@ struct ChunkRows
         return lane / kDeltaRows * (kDeltaRows / 2);
     }
 
+    // Products of keys, and of queries by keys, of half of the numbers each.
+    using Products = float[2][2][kMix];
+
+    // By a warp: A transposed, for `invert`, and D (q k).
+    __device__ __forceinline__ void weigh_products(
+        Weights const& weights, Products const& products, float* lower, float* reads) const
+    {
+        float column_of_a[kDeltaRows / 2];
+#pragma unroll
+        for (int i = 0; i < kDeltaRows / 2; ++i)
+        {
+            int const at = (first_weighed() + i) * kMixStride + column;
+            column_of_a[i] = weights.shared[i] * (products[0][0][at] + products[1][0][at]);
+            reads[at] = weights.left[i] * (products[0][1][at] + products[1][1][at]);
+        }
+        float4* const to = reinterpret_cast<float4*>(lower + column * kMixStride + first_weighed());
+        to[0] = {column_of_a[0], column_of_a[1], column_of_a[2], column_of_a[3]};
+        to[1] = {column_of_a[4], column_of_a[5], column_of_a[6], column_of_a[7]};
+    }
+
     // (I + A)^-1, of which a lane has a column. Each row that is known is taken from all behind it.
     __device__ __forceinline__ void invert(float const* lower, float (&inverse)[kDeltaRows]) const
     {
@@ -313,7 +344,7 @@ struct ChunkRows
 #pragma unroll
             for (int part = (known + 1) / 4; part < kDeltaRows / 4; ++part)
             {
-                float4 const x = reinterpret_cast<float4 const*>(lower + known * kDeltaRows)[part];
+                float4 const x = reinterpret_cast<float4 const*>(lower + known * kMixStride)[part];
                 float const numbers[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
                 for (int i = 0; i < 4; ++i)

@@ -190,8 +190,8 @@ struct SingleRows
         {
             int const row = item / (kSize / kLane);
             int const part = item % (kSize / kLane);
-            stage_16(&shared.pending_keys[row][part], place.keys(segment.slot, row) + part * kLane, true);
-            stage_16(&shared.pending_writes[row][part], place.writes(segment.slot, row) + part * kLane, true);
+            stage_16(&shared.pending_keys[row][part], place.keys(segment.slot, row) + part * kLane);
+            stage_16(&shared.pending_writes[row][part], place.writes(segment.slot, row) + part * kLane);
         }
         commit_copies();
     }

@@ -88,25 +88,38 @@ cudaError_t share_multiprocessors()
     return set_attribute<kKernel, cudaFuncAttributePreferredSharedMemoryCarveout>(cudaSharedmemCarveoutMaxShared);
 }
 
-// In clusters of so many neighbouring blocks; 1: in none. Of more than eight the kernel must have said that it may.
+// A launch in clusters of so many neighbouring blocks; 1: in none.
+struct ClusterLaunch
+{
+    cudaLaunchAttribute attributes[2] = {};
+    cudaLaunchConfig_t config = {};
+
+    ClusterLaunch(dim3 grid, int cluster, int threads, int shared_bytes, cudaStream_t stream)
+    {
+        attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[0].val.programmaticStreamSerializationAllowed = 1;
+        attributes[1].id = cudaLaunchAttributeClusterDimension;
+        attributes[1].val.clusterDim.x = static_cast<unsigned>(cluster);
+        attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+        config.gridDim = grid;
+        config.blockDim = dim3(threads);
+        config.dynamicSmemBytes = shared_bytes;
+        config.stream = stream;
+        config.attrs = attributes;
+        config.numAttrs = cluster > 1 ? 2 : 1;
+    }
+
+    ClusterLaunch(ClusterLaunch const&) = delete; // its parts point at each other
+    ClusterLaunch& operator=(ClusterLaunch const&) = delete;
+};
+
+// In clusters of so many blocks. Of more than eight the kernel must have said that it may.
 template <typename... Params, typename... Arguments>
 cudaError_t launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, int threads, int shared_bytes,
     cudaStream_t stream, Arguments... arguments)
 {
-    cudaLaunchAttribute attributes[2] = {};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim.x = static_cast<unsigned>(cluster);
-    attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = grid;
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = cluster > 1 ? 2 : 1;
-    return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(arguments)...);
+    ClusterLaunch const launch(grid, cluster, threads, shared_bytes, stream);
+    return cudaLaunchKernelEx(&launch.config, kernel, static_cast<Params>(arguments)...);
 }
 
 template <typename... Params, typename... Arguments>

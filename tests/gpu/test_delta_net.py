@@ -234,12 +234,14 @@ def test_extreme_decays_equal_float64(forgets):
     assert torch.isfinite(slots.states.tensors["net.state"]).all()
 
 
+@pytest.mark.parametrize("forgets", [(-5.0, -2.0), (0.0, 1.0)], ids=["remembers", "forgets"])
+@pytest.mark.parametrize("counts", [[16, 9], [60, 45]], ids=["blocks", "prompts"])
 @pytest.mark.parametrize("layer", [LAYER, MANY], ids=["few", "many"])
-def test_states_of_any_size_equal_float64(layer):
+def test_states_of_any_size_equal_float64(layer, counts, forgets):
     """FP16, in which what rows read of them is multiplied, has a narrow range."""
-    slots = Slots(layer, torch.float32, 2)
+    slots = Slots(layer, torch.float32, 2, forgets=forgets)
     slots.step([40, 40])
-    sizes = torch.tensor([2.0**-120, 2.0**-30, 1.0, 2.0**12, 2.0**50, 0.0]).repeat(layer.value_heads // 6).double()
+    sizes = torch.tensor([2.0**-90, 2.0**-30, 1.0, 2.0**12, 2.0**50, 0.0]).repeat(layer.value_heads // 6).double()
     for slot in range(2):
         slots.keep(slot, 40)
         own = slots.own[slot]
@@ -247,10 +249,8 @@ def test_states_of_any_size_equal_float64(layer):
         slots.states.tensors["net.state"][slot] = own.state.transpose(1, 2).float()
         slots.states.tensors["net.writes"][slot] = 0  # of the rows beside it
         slots.states.tensors["net.decays"][slot] = 1
-    found, expected = slots.step([16, 9])
-    assert_rows_close(
-        found.unflatten(1, (layer.value_heads, -1)), expected.unflatten(1, (layer.value_heads, -1)), torch.float32, 1e-4
-    )
+    found, expected = (rows.unflatten(1, (layer.value_heads, -1)) for rows in slots.step(counts))
+    assert_rows_close(found, expected, torch.float32, 1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -385,6 +385,41 @@ def test_a_step_that_is_repeated_gives_the_same_bits(layer):
     rows, segments = slots.rows(20), [[0, 11, 0, 12], [1, 40, 12, 8]]
     once = slots.launch(rows, segments, advances=True)
     assert torch.equal(slots.launch(rows, segments), once)
+
+
+@pytest.mark.parametrize("layer", [LAYER, MANY], ids=["few", "many"])
+def test_a_net_sees_what_moved_its_states_just_before_it(layer):
+    """Captured, it begins beside that kernel, and may have read where they stood before."""
+    slots = Slots(layer, torch.bfloat16, 2)
+    slots.step([40, 40])
+    states = slots.states
+    moving, following = (
+        torch.tensor(segments, dtype=torch.int32, device="cuda")
+        for segments in ([[0, 40, 0, 30], [1, 40, 30, 30]], [[0, 60, 0, 12], [1, 58, 12, 9]])
+    )
+    given = [bank[:21] for bank in slots.banked]
+    kept = {tensor: tensor.clone() for tensor in (*states.tensors.values(), states.lengths)}
+
+    def restore():
+        for tensor, before in kept.items():
+            tensor.copy_(before)
+
+    def follow():
+        return slots.net(*given, following, states.lengths, states.counters, 12)
+
+    states.advance(moving, 60)
+    torch.cuda.synchronize()
+    out = follow().clone()
+    expected = [tensor.clone() for tensor in kept]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        states.advance(moving, 60)
+        captured = follow()
+    for turn in range(10):
+        restore()
+        graph.replay()
+        assert torch.equal(captured, out), turn
+        assert all(torch.equal(tensor, after) for tensor, after in zip(kept, expected, strict=True)), turn
 
 
 @pytest.mark.parametrize("layer", [LAYER, MANY], ids=["few", "many"])
