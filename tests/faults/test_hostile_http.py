@@ -230,6 +230,21 @@ def test_a_head_that_comes_at_once_is_held_to_its_length_too(tiny_engine, long):
         assert serves(address)
 
 
+def test_a_request_that_names_its_server_is_answered_as_one_that_does_not(tiny_engine):
+    with front(tiny_engine, api_key="right") as (address, _):
+        key = "Authorization: Bearer right\r\nConnection: close\r\n"
+        for path, extra, status in (
+            ("http://x/v1/completions", key, 200),
+            ("HTTP://x:80/v1/completions?a=http://y/", key, 200),
+            ("http://x/v1/completions", "Connection: close\r\n", 401),
+            ("http://x/health", "Connection: close\r\n", 405),
+            ("http://x", key, 404),
+            ("/http://x/v1/completions", key, 404),
+        ):
+            reply = until_closed(sent(address, post(GOOD, path=path, extra=extra)))
+            assert reply.split(b" ", 2)[1] == str(status).encode(), path
+
+
 def test_a_head_that_comes_byte_by_byte_is_not_waited_for(tiny_engine):
     with front(tiny_engine, Limits(head_seconds=SHORT)) as (address, _):
         client = sent(address)

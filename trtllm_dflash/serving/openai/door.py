@@ -20,6 +20,8 @@ from trtllm_dflash.serving.gate import Gate
 from trtllm_dflash.serving.openai.errors import ApiError
 
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
+#: In front of a path, as to a proxy (RFC 9112, 3.2.2).
+_SERVER = re.compile("^https?://[^/]*", re.IGNORECASE)
 _CHALLENGE = {"WWW-Authenticate": "Bearer"}
 _PRIVATE_NETWORK = "access-control-{}-private-network"
 _AGAIN_ELSEWHERE = {"Retry-After": "1", "Connection": "close"}
@@ -43,6 +45,7 @@ class Door:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope["path"] = _SERVER.sub("", scope["path"])
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = scope["request_id"] = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
