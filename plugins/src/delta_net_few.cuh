@@ -111,6 +111,14 @@ struct Block
         }
     }
 
+    // Waits for all before, and loads the rows of some channels.
+    __device__ __forceinline__ Segment load_rows(
+        Guess const& guess, typename Chunk::Item const& channels, typename Chunk::Inputs& inputs) const
+    {
+        wait_for_all();
+        return guess.load([&](Segment const& segment) { inputs = chunk_of(segment).load(channels); });
+    }
+
     // -- queries and keys: an item is four rows of one of both, of a warp ---------------------------------------------
 
     __device__ __forceinline__ void run_keys(Guess const& guess, int item) const
@@ -121,9 +129,8 @@ struct Block
             prefetch_window(guess, channels.channel - channels.number, kSize);
         }
         auto const taps = Chunk::load_taps(p, channels);
-        wait_for_all();
         typename Chunk::Inputs inputs;
-        Segment const whole = guess.load([&](Segment const& segment) { inputs = chunk_of(segment).load(channels); });
+        Segment const whole = load_rows(guess, channels, inputs);
         if (whole.count <= 0)
         {
             return;
@@ -179,9 +186,8 @@ struct Block
             prefetch_window(guess, channels.channel - of_row * Chunk::kLane, kValues);
         }
         auto const taps = Chunk::load_taps(p, channels);
-        wait_for_all();
         typename Chunk::Inputs inputs;
-        Segment const whole = guess.load([&](Segment const& segment) { inputs = chunk_of(segment).load(channels); });
+        Segment const whole = load_rows(guess, channels, inputs);
         if (whole.count <= 0)
         {
             return;
@@ -498,18 +504,7 @@ struct Block
         put(writes);
         meet_part();
         float* const to = place.writes(segment.slot, row(0, 0)) + split * kValues + value(0);
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-        {
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-            {
-                if (row(i, j) < segment.count)
-                {
-                    to[(8 * i + j % 2) * place.values_of_row() + j / 2 * 8] = writes[i][j];
-                }
-            }
-        }
+        store_rows(writes, segment.count, to, place.values_of_row());
     }
 
     // What rows give, of what the state gives their queries.

@@ -176,18 +176,7 @@ struct HeadRows
         }
         add_mixed<kMixStride>(missing, shared.own.solved, writes);
         float* const to = place.writes(segment.slot, row(0, 0)) + value(0);
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-        {
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-            {
-                if (row(i, j) < segment.count)
-                {
-                    to[(8 * i + j % 2) * place.values_of_row() + j / 2 * 8] = writes[i][j];
-                }
-            }
-        }
+        store_rows(writes, segment.count, to, place.values_of_row());
     }
 
     // Sums of the squares of the warp's values, for all warps.

@@ -46,6 +46,24 @@ struct TwoParts
 // Of 16 values and 16 rows, as accumulators have them: [8 rows each][value g: rows 2 t, 2 t + 1; value g + 8: these].
 using TileNumbers = float[2][4];
 
+// Stores the first `count` rows of such numbers, so many numbers apart; to: where the lane's first one goes.
+__device__ __forceinline__ void store_rows(TileNumbers const& x, int count, float* to, int stride)
+{
+    DeltaLane const lane;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+    {
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+        {
+            if (8 * i + 2 * lane.column + j % 2 < count)
+            {
+                to[(8 * i + j % 2) * stride + j / 2 * 8] = x[i][j];
+            }
+        }
+    }
+}
+
 // 16 x 8 numbers as the left operand. Columns 2 t and 2 t + 1 stand where the instruction has t and t + 4.
 struct LeftParts
 {
