@@ -19,10 +19,11 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 LAYER = DeltaLayer("net.", key_heads=2, value_heads=6, key_size=128, value_size=128, kernel=4, norm_eps=1e-6)
 #: With two slots so many value heads that their rows are prepared once for all of a key head's.
 MANY = replace(LAYER, key_heads=16, value_heads=48)
-#: Heads as in Qwen3.5-27B (3 values a key), 35B-A3B (2) and 122B-A10B (4), few and many, and small ones.
+#: Heads as in Qwen3.5-27B (3 values a key), 35B-A3B (2), 2B (1) and 122B-A10B (4), few and many, and small ones.
 LAYERS = [
     LAYER,
     replace(LAYER, value_heads=4),
+    replace(LAYER, value_heads=2),
     replace(LAYER, value_heads=8),
     replace(LAYER, key_heads=6, value_heads=24),
     replace(LAYER, key_size=64, value_size=64),
@@ -268,7 +269,7 @@ def test_steps_of_many_slots_equal_float64(count, heads, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layer", LAYERS[:3], ids=lambda layer: f"{layer.key_heads}-{layer.value_heads}")
+@pytest.mark.parametrize("layer", LAYERS[:4], ids=lambda layer: f"{layer.key_heads}-{layer.value_heads}")
 def test_steps_of_single_rows_equal_float64(layer, dtype):
     """Behind blocks and prompts, of some of the slots, and as many rows as segments that are all one slot's."""
     chance = random.Random(3)
