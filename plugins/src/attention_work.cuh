@@ -2,6 +2,7 @@
 #pragma once
 
 #include "dflash_kernels.h"
+#include "instructions.cuh"
 #include "launch.cuh"
 
 namespace dflash
@@ -412,7 +413,7 @@ __device__ __forceinline__ void ask_for_sinks(dflash_attention_params const& p)
     int const bytes = p.heads * (p.sinks_dtype == DFLASH_FP32 ? 4 : 2), at = static_cast<int>(threadIdx.x) * kLine;
     if (p.sinks && at < bytes)
     {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<char const*>(p.sinks) + at));
+        prefetch(static_cast<char const*>(p.sinks) + at);
     }
 }
 

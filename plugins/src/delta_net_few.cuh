@@ -14,11 +14,6 @@ namespace delta
 namespace few
 {
 
-__device__ __forceinline__ void prefetch(void const* from)
-{
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
-}
-
 template <typename T>
 struct Block
 {
@@ -255,18 +250,7 @@ struct Block
         meet_all();
         arrive_at_cluster();
         meet(kProductsAreThere, kUntilProducts);
-        chunk.weigh_products(weights, shared.products, shared.lower, shared.reads);
-        __syncwarp();
-        float inverse[kDeltaRows];
-        chunk.invert(shared.lower, inverse);
-        if (lane < kDeltaRows)
-        {
-#pragma unroll
-            for (int i = 0; i < kDeltaRows; ++i)
-            {
-                shared.solved[i * kMixStride + lane] = inverse[i] * gates.share;
-            }
-        }
+        chunk.solve(weights, gates.share, shared.products, shared.lower, shared.reads, shared.solved);
         report(kIsSolved, kWithSolver);
         wait_for_cluster();
         if (split == 0 && lane < chunk.count)
@@ -379,7 +363,7 @@ struct Block
         }
         if (lane == 0 && part == 0 && !segment.is_zero)
         {
-            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(memory(segment.slot)), "r"(4 * 16 * kSize));
+            prefetch_bytes(memory(segment.slot), 4 * 16 * kSize);
         }
     }
 
@@ -568,18 +552,8 @@ struct Block
     __device__ __forceinline__ void write_out(
         Segment const& segment, TileNumbers const& gates, TileNumbers const& out) const
     {
-        float squares[2][2] = {};
-#pragma unroll
-        for (int from = 0; from < kSplits * kTiles; ++from)
-        {
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-            {
-                float2 const x = *reinterpret_cast<float2 const*>(&shared.squares[from][row(i, 0)]);
-                squares[i][0] += x.x;
-                squares[i][1] += x.y;
-            }
-        }
+        float squares[2][2];
+        add_squares(shared.squares, squares);
         int64_t const begins = int64_t{segment.first_row + row(0, 0)} * place.values_of_row();
         T* const to = static_cast<T*>(p.out) + begins + first_value() + value(0);
 #pragma unroll

@@ -205,18 +205,8 @@ struct HeadRows
     // Norms and gates the outputs, once all warps' squares are there.
     __device__ __forceinline__ void give(float const (&norm)[2], TileNumbers const& out) const
     {
-        float squares[2][2] = {};
-#pragma unroll
-        for (int from = 0; from < kWarps; ++from)
-        {
-#pragma unroll
-            for (int i = 0; i < 2; ++i)
-            {
-                float2 const x = *reinterpret_cast<float2 const*>(&shared.squares[from][row(i, 0)]);
-                squares[i][0] += x.x;
-                squares[i][1] += x.y;
-            }
-        }
+        float squares[2][2];
+        add_squares(shared.squares, squares);
         int64_t const begins = int64_t{segment.first_row + row(0, 0)} * place.values_of_row();
         T* const to = static_cast<T*>(place.p.out) + begins + place.first_value() + value(0);
 #pragma unroll

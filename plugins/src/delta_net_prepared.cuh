@@ -143,19 +143,7 @@ struct Preparation
         int head, typename Chunk::Gates const& gates, typename Chunk::Weights const& weights) const
     {
         auto& to = of_head(head);
-        float* const lower = shared.lower[warp];
-        chunk.weigh_products(weights, shared.products, lower, to.reads);
-        __syncwarp();
-        float inverse[kDeltaRows];
-        chunk.invert(lower, inverse);
-        if (lane < kDeltaRows)
-        {
-#pragma unroll
-            for (int i = 0; i < kDeltaRows; ++i)
-            {
-                to.solved[i * kMixStride + lane] = inverse[i] * gates.share;
-            }
-        }
+        chunk.solve(weights, gates.share, shared.products, shared.lower[warp], to.reads, to.solved);
         __syncwarp(); // what lies between the rows has been read
     }
 

@@ -64,6 +64,29 @@ __device__ __forceinline__ void store_rows(TileNumbers const& x, int count, floa
     }
 }
 
+// Adds up what several have of rows' squares, of the lane's rows.
+template <int kCount>
+__device__ __forceinline__ void add_squares(float const (&of_all)[kCount][kDeltaRows], float (&sums)[2][2])
+{
+    DeltaLane const lane;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+    {
+        sums[i][0] = sums[i][1] = 0.f;
+    }
+#pragma unroll
+    for (int from = 0; from < kCount; ++from)
+    {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+        {
+            float2 const x = *reinterpret_cast<float2 const*>(&of_all[from][8 * i + 2 * lane.column]);
+            sums[i][0] += x.x;
+            sums[i][1] += x.y;
+        }
+    }
+}
+
 // 16 x 8 numbers as the left operand. Columns 2 t and 2 t + 1 stand where the instruction has t and t + 4.
 struct LeftParts
 {
@@ -167,15 +190,6 @@ struct HalfParts
     }
 };
 
-// Adds a product of 16 rows and 8 columns over 16 numbers.
-__device__ __forceinline__ void multiply_halves(float (&sum)[4], uint32_t const (&left)[4], uint32_t b0, uint32_t b1)
-{
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-        : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(b0), "r"(b1));
-}
-
 // What rows' numbers, at most 1, are multiplied by before they are parted.
 constexpr float kRowScale = 4096.f;
 
@@ -257,9 +271,9 @@ __device__ __forceinline__ void multiply_rows(
         uint4 const right = keys.four(first_key + at.row, group, at.column);
         uint32_t const high[4] = {above.x, below.x, above.y, below.y};
         uint32_t const low[4] = {above.z, below.z, above.w, below.w};
-        multiply_halves(sums[0], low, right.x, right.y);
-        multiply_halves(sums[1], high, right.z, right.w);
-        multiply_halves(sums[2], high, right.x, right.y);
+        multiply_add<__half>(sums[0], low, right.x, right.y);
+        multiply_add<__half>(sums[1], high, right.z, right.w);
+        multiply_add<__half>(sums[2], high, right.x, right.y);
     }
     constexpr float kBack = 1.f / (kRowScale * kRowScale);
 #pragma unroll
@@ -410,17 +424,17 @@ struct StateTile
 #pragma unroll
             for (int i = 0; i < 4; ++i)
             {
-                multiply_halves(*all[i], parts.low[group], right[i].x, right[i].y);
+                multiply_add<__half>(*all[i], parts.low[group], right[i].x, right[i].y);
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i)
             {
-                multiply_halves(*all[i], parts.high[group], right[i].z, right[i].w);
+                multiply_add<__half>(*all[i], parts.high[group], right[i].z, right[i].w);
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i)
             {
-                multiply_halves(*all[i], parts.high[group], right[i].x, right[i].y);
+                multiply_add<__half>(*all[i], parts.high[group], right[i].x, right[i].y);
             }
         }
 #pragma unroll

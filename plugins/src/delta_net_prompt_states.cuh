@@ -171,9 +171,9 @@ struct PromptStates
             for (int i = 0; i < 4; ++i)
             {
                 uint4 const right = (i < 2 ? lacking : queries)[64 * group + i % 2 * 32];
-                multiply_halves(sums[i / 2][0][i % 2], low, right.x, right.y);
-                multiply_halves(sums[i / 2][1][i % 2], high, right.z, right.w);
-                multiply_halves(sums[i / 2][2][i % 2], high, right.x, right.y);
+                multiply_add<__half>(sums[i / 2][0][i % 2], low, right.x, right.y);
+                multiply_add<__half>(sums[i / 2][1][i % 2], high, right.z, right.w);
+                multiply_add<__half>(sums[i / 2][2][i % 2], high, right.x, right.y);
             }
         }
 #pragma unroll

@@ -313,9 +313,9 @@ struct ChunkRows
     // Products of keys, and of queries by keys, of half of the numbers each.
     using Products = float[2][2][kMix];
 
-    // By a warp: A transposed, for `invert`, and D (q k).
-    __device__ __forceinline__ void weigh_products(
-        Weights const& weights, Products const& products, float* lower, float* reads) const
+    // By a warp: what lies between the rows of a value head, D (q k) and (I + A)^-1 b. lower: for A transposed.
+    __device__ __forceinline__ void solve(
+        Weights const& weights, float share, Products const& products, float* lower, float* reads, float* solved) const
     {
         float column_of_a[kDeltaRows / 2];
 #pragma unroll
@@ -328,6 +328,17 @@ struct ChunkRows
         float4* const to = reinterpret_cast<float4*>(lower + column * kMixStride + first_weighed());
         to[0] = {column_of_a[0], column_of_a[1], column_of_a[2], column_of_a[3]};
         to[1] = {column_of_a[4], column_of_a[5], column_of_a[6], column_of_a[7]};
+        __syncwarp();
+        float inverse[kDeltaRows];
+        invert(lower, inverse);
+        if (lane < kDeltaRows)
+        {
+#pragma unroll
+            for (int i = 0; i < kDeltaRows; ++i)
+            {
+                solved[i * kMixStride + lane] = inverse[i] * share;
+            }
+        }
     }
 
     // (I + A)^-1, of which a lane has a column. Each row that is known is taken from all behind it.

@@ -106,7 +106,7 @@ struct SingleRows
     {
         if (threadIdx.x == 0)
         {
-            asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(place.state(slot)), "r"(4 * kSize * kSize));
+            prefetch_bytes(place.state(slot), 4 * kSize * kSize);
         }
     }
 

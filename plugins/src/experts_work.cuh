@@ -113,9 +113,7 @@ struct Product
             uint32_t const bytes = (share_begin(lines, blockIdx.x + 1, gridDim.x) - first) * kLine;
             if (threadIdx.x == 0 && bytes > 0)
             {
-                asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(
-                                 static_cast<char const*>(ahead[i]) + first * kLine),
-                    "r"(bytes));
+                prefetch_bytes(static_cast<char const*>(ahead[i]) + first * kLine, bytes);
             }
         }
     }

@@ -35,6 +35,17 @@ __device__ __forceinline__ constexpr uint64_t read_once_policy()
     return 0x12f0000000000000;
 }
 
+// Asks the L2 cache for a line, and for so many bytes, a multiple of 16.
+__device__ __forceinline__ void prefetch(void const* from)
+{
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+
+__device__ __forceinline__ void prefetch_bytes(void const* from, uint32_t bytes)
+{
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes));
+}
+
 // -- barriers in shared memory that count arrivals and the bytes of bulk copies ---------------------------------------
 
 __device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals)

@@ -328,8 +328,7 @@ constexpr int kSendThreads = 256;
 
 __global__ void __launch_bounds__(kSendThreads) send_kernel(dflash_send_params const p)
 {
-    trigger();
-    wait();
+    begin();
     for (int i = threadIdx.x; i < p.count; i += kSendThreads)
     {
         p.host[i] = p.numbers[i];
