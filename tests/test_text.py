@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from tokenizers.decoders import DecodeStream
 
 from tests.conftest import TINY
+from tests.test_reply_parsers import texts_in
 from trtllm_dflash.errors import RequestError
 from trtllm_dflash.text.stream import StoppableText, TextStream
 from trtllm_dflash.text.tokenizer import TextCodec
@@ -180,6 +181,17 @@ def test_where_a_text_stops_does_not_depend_on_the_pieces_that_it_comes_in(text,
         stream.flush()
         ends.append((released + stream.release(), stream.stopped))
     assert len(set(ends)) == 1
+
+
+@pytest.mark.parametrize("stop", [(), ("never",)])
+def test_a_text_that_grows_is_not_copied_with_each_piece(stop):
+    stream, released = StoppableText(stop), ""
+    for _ in range(2_000):
+        stream.append("none")
+        released += stream.release()
+    assert max(map(len, texts_in(stream))) < 100
+    stream.flush()
+    assert released + stream.release() == stream.text == "none" * 2_000
 
 
 @given(TEXTS, TEXTS.filter(bool))

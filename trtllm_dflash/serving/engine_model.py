@@ -58,7 +58,7 @@ class Reply:
         request_id: the client's own name for it, with which it may stop it; "" is none.
         coded: its errors begin with their code.
         tokens: of the reply, so far.
-        token_ids, text, logprobs: the reply so far, where it is not streamed: what a client gets that stops it.
+        token_ids, texts, logprobs: the reply so far, where it is not streamed: what a client gets that stops it.
         cumulative: the sum of its tokens' log-probabilities so far.
         stopped: by its client, who gets a last response then, not an error.
     """
@@ -71,7 +71,7 @@ class Reply:
     coded: bool
     tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
-    text: str = ""
+    texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cumulative: float = 0.0
     stopped: bool = False
@@ -261,7 +261,7 @@ class EngineModel:
         reply.tokens += len(update.token_ids)
         if not reply.asked.streaming:
             reply.token_ids += update.token_ids
-            reply.text += update.text
+            reply.texts.append(update.text)
             reply.logprobs += update.logprobs
         reply.cumulative += sum(its.logprob for its in update.logprobs)
         if update.error is not None and not (reply.stopped and isinstance(update.error, CancelledError)):
@@ -303,7 +303,7 @@ class EngineModel:
         asked, done = reply.asked, update.completion
         ids, text, logprobs = update.token_ids, update.text, update.logprobs
         if not asked.streaming:
-            ids, text = (reply.token_ids, reply.text) if done is None else (done.token_ids, done.text or "")
+            ids, text = (reply.token_ids, "".join(reply.texts)) if done is None else (done.token_ids, done.text or "")
             if asked.echo:
                 ids, text = asked.prompt_ids + ids, self._prompt_text(asked) + text
             logprobs = reply.logprobs

@@ -19,47 +19,41 @@ class StoppableText:
 
     def __init__(self, stop: tuple[str, ...] = ()) -> None:
         self._stop = stop
-        self._text = ""
-        self._released = 0
-        self._searched = 0  # where a stop string may begin that was not found yet
+        self._final: list[str] = []  # pieces that never change: one text of them would be copied with each that comes
+        self._released = 0  # of those
+        self._kept = ""  # behind them: what may turn out to begin a stop string
         self.stopped = False
 
     @property
     def text(self) -> str:
         """All text so far, final or not."""
-        return self._text
+        return "".join(self._final) + self._kept
 
     def append(self, piece: str) -> None:
         """Adds a piece, unless a stop string has come."""
         if self.stopped:
             return
         if not self._stop:  # as mostly, and this is done for each token
-            self._text += piece
+            self._final.append(piece)
             return
-        # A stop string may begin in the text before: search from where its first character could stand.
-        start = max(self._searched, len(self._text) - max(map(len, self._stop)) + 1)
-        self._text += piece
+        text = self._kept + piece
         # By their ends: one that begins sooner would else win where it comes in the same piece, and only there.
-        found = [(at + len(s), at) for s in self._stop if (at := self._text.find(s, start)) >= 0]
-        if found:
-            self._text = self._text[: min(found)[1]]
-            self.stopped = True
+        found = [(at + len(s), at) for s in self._stop if (at := text.find(s)) >= 0]
+        self.stopped = bool(found)
+        end = min(found)[1] if found else len(text) - max(held(text, s) for s in self._stop)
+        self._final.append(text[:end])
+        self._kept = "" if found else text[end:]
 
     def release(self) -> str:
         """Returns new text that is final: all but an ending that may turn out to begin a stop string."""
-        end = len(self._text) - (self._held() if self._stop and not self.stopped else 0)
-        piece = self._text[self._released : end]
-        self._released = max(self._released, end)
-        return piece
+        new = self._final[self._released :]
+        self._released += len(new)
+        return "".join(new)
 
     def flush(self) -> None:
         """Makes all text so far final: no stop string goes on from here."""
-        self._searched = len(self._text)
-
-    def _held(self) -> int:
-        most = len(self._text) - self._searched
-        lengths = [n for s in self._stop for n in range(1, min(len(s), most + 1)) if self._text.endswith(s[:n])]
-        return max(lengths, default=0)
+        self._final.append(self._kept)
+        self._kept = ""
 
 
 class TextStream(StoppableText):
@@ -99,7 +93,8 @@ class TextStream(StoppableText):
         """Ends the sequence: an unfinished character at the end is shown as the decoder shows it."""
         if not self.stopped:
             whole = self._decode(self._ids)
-            rest = whole[len(self._text) :] if whole.startswith(self._text) else self._decode(self._ids[self._shown :])
+            text = self.text
+            rest = whole[len(text) :] if whole.startswith(text) else self._decode(self._ids[self._shown :])
             self.append(rest)
             self.flush()
 
@@ -137,3 +132,11 @@ class TextStream(StoppableText):
 def special_tokens(tokenizer: Tokenizer) -> dict[int, str]:
     """Lists a tokenizer's special tokens, which are no text, with what is written for them."""
     return {token: its.content for token, its in tokenizer.get_added_tokens_decoder().items() if its.special}
+
+
+def held(text: str, marker: str) -> int:
+    """Returns the length of the longest ending of `text` that begins, and is not yet, the marker."""
+    at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+    while at >= 0 and not marker.startswith(text[at:]):
+        at = text.find(marker[0], at + 1)
+    return len(text) - at if at >= 0 else 0

@@ -60,11 +60,19 @@ class Usage:
 
 @dataclass
 class Call:
-    """A call of a function."""
+    """A call of a function.
+
+    Attributes:
+        pieces: of its arguments.
+    """
 
     name: str
-    arguments: str = ""
+    pieces: list[str] = field(default_factory=list)
     id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+
+    @property
+    def arguments(self) -> str:
+        return "".join(self.pieces)
 
 
 @dataclass(frozen=True)
@@ -89,18 +97,26 @@ class Reply:
 
     Attributes:
         prompt: text of the prompt, where the reply repeats it; None: it does not.
+        pieces: of its thinking and its content.
         last: the kind of its last part.
         scored, scored_prompt: tokens, where log-probabilities are asked for.
     """
 
-    thinking: str = ""
-    content: str = ""
+    pieces: dict[PartKind, list[str]] = field(default_factory=lambda: {"thinking": [], "content": []})
     calls: list[Call] = field(default_factory=list)
     reason: str = ""
     prompt: str | None = None
     last: PartKind | None = None
     scored: list[Scored] = field(default_factory=list)
     scored_prompt: list[Scored] = field(default_factory=list)
+
+    @property
+    def thinking(self) -> str:
+        return "".join(self.pieces["thinking"])
+
+    @property
+    def content(self) -> str:
+        return "".join(self.pieces["content"])
 
     @property
     def mean_logprob(self) -> float:
@@ -113,14 +129,11 @@ class Reply:
         self.scored += added.scored
         for part in added.parts:
             self.last = part.kind
-            if part.kind == "thinking":
-                self.thinking += part.text
-            elif part.kind == "content":
-                self.content += part.text
-            elif part.kind == "call":
+            if part.kind == "call":
                 self.calls.append(Call(part.text))
             else:
-                self.calls[-1].arguments += part.text
+                kept = self.calls[-1].pieces if part.kind == "arguments" else self.pieces[part.kind]
+                kept.append(part.text)
 
 
 class Form(ABC):

@@ -51,7 +51,7 @@ class ResponseForm(Form):
         }
         self._output: list[dict[str, Any]] = []
         self._open = ""  # the kind of the part whose item is being written; "": none is
-        self._text = ""  # of that item, so far
+        self._texts: list[str] = []  # of that item, so far
         self._reason = ""
         self._number = 0  # of the next event
 
@@ -107,13 +107,13 @@ class ResponseForm(Form):
             events = self._close() + self._begin(part)
         if part.kind == "call":
             return events
-        self._text += part.text
+        self._texts.append(part.text)
         return events + self._of_part(_DELTAS[part.kind] + ".delta", delta=part.text)
 
     # -- items -------------------------------------------------------------------------------------------------------
 
     def _begin(self, part: Part) -> bytes:
-        self._open, self._text = part.kind, ""
+        self._open, self._texts = part.kind, []
         item: dict[str, Any]
         if part.kind == "call":
             name = self._members.get(part.text, {"name": part.text})
@@ -134,13 +134,13 @@ class ResponseForm(Form):
         """Ends the item that is being written, if any; the last one may be cut off."""
         if not self._open:
             return b""
-        kind, item = self._open, self._output[-1]
+        kind, item, text = self._open, self._output[-1], "".join(self._texts)
         if kind == "call":
-            done = self._of_part("response.function_call_arguments.done", arguments=self._text, name=item["name"])
-            item["arguments"] = self._text
+            done = self._of_part("response.function_call_arguments.done", arguments=text, name=item["name"])
+            item["arguments"] = text
         else:
-            part = _content(kind, self._text)
-            done = self._of_part(f"{_DELTAS[kind]}.done", text=self._text)
+            part = _content(kind, text)
+            done = self._of_part(f"{_DELTAS[kind]}.done", text=text)
             done += self._of_part("response.content_part.done", part=part)
             item["content"] = [part]
         item["status"] = status

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trtllm_dflash.text.reply.json_call import is_text
-from trtllm_dflash.text.reply.parts import TextParser, held, without_newlines
+from trtllm_dflash.text.reply.parts import TextParser, without_newlines
+from trtllm_dflash.text.stream import held
 
 CHANNEL, CHANNEL_END = "<|channel>", "<channel|>"
 CALL, CALL_END = "<|tool_call>", "<tool_call|>"
@@ -46,7 +47,7 @@ class Arguments:
         self._separator = ""  # before the next member or item
         self._state: Callable[[], bool] = self._member
         self._name = ""  # of a member
-        self._looked = 0  # characters in which no end of a value stands
+        self._read: list[str] = []  # of a value, in which no end of it stands: looked at once
         self.done = False
 
     def push(self, text: str) -> tuple[str, str]:
@@ -61,14 +62,13 @@ class Arguments:
 
     def end(self) -> str:
         """Returns the rest of a value that is cut off."""
-        cut, self._buffer = self._buffer, ""
+        cut, self._buffer = "".join(self._read) + self._buffer, ""
         if self._state == self._in_text:
             return _inner(cut)
         cut = cut[: len(cut) - held(cut, CALL_END)].strip()
-        if self._state == self._value and cut.startswith('"'):
+        if self._state == self._json_text:
             return f'{self._separator}"{_inner(cut[1:])}'
-        is_bare = self._state == self._value and not QUOTE.startswith(cut)
-        return self._separator + _scalar(cut) if is_bare else ""
+        return self._separator + _scalar(cut) if self._state == self._bare and cut else ""
 
     # -- states ------------------------------------------------------------------------------------------------------
 
@@ -133,39 +133,46 @@ class Arguments:
             self._state = self._member if bracket == "{" else self._item
         elif QUOTE.startswith(self._buffer):
             return False
-        elif self._buffer[0] == '"':
-            return self._json_text()
         else:
-            return self._bare()
+            self._state = self._json_text if self._buffer[0] == '"' else self._bare
         return True
 
     def _json_text(self) -> bool:
         """Reads a text as JSON writes it; one that the call's closing marker cuts off stands without marks."""
-        cut = self._buffer.find(CALL_END, max(0, self._looked - len(CALL_END)))
-        found = _IN_JSON.match(self._buffer, max(1, self._looked), cut if cut >= 0 else len(self._buffer))
+        cut = self._buffer.find(CALL_END)
+        begin = 0 if self._read else 1  # behind its first mark
+        found = _IN_JSON.match(self._buffer, begin, cut if cut >= 0 else len(self._buffer))
         assert found is not None  # it may be empty
         end = found.end()
         if self._buffer[end : end + 1] == '"':
-            written, self._buffer, self._looked = self._buffer[: end + 1], self._buffer[end + 1 :], 0
-            self._write(self._separator + _scalar(written))
-            self._state = self._after
-            return True
-        if cut >= 0:
-            self._looked = 0
-            return self._bare()
-        self._looked = end
-        return False
+            self._write_value(end + 1)
+        elif cut >= 0:
+            self._buffer, self._read = "".join(self._read) + self._buffer, []
+            self._state = self._bare
+        else:
+            self._keep(min(end, len(self._buffer) - held(self._buffer, CALL_END)))
+            return False
+        return True
 
     def _bare(self) -> bool:
-        found = _BARE_END.search(self._buffer, self._looked)
+        found = _BARE_END.search(self._buffer)
         if found is None:
-            self._looked = max(0, len(self._buffer) - len(CALL_END) + 1)
+            self._keep(len(self._buffer) - held(self._buffer, CALL_END))
             return False
-        written, self._looked = self._buffer[: found.start()].strip(), 0
-        self._buffer = self._buffer[found.start() :]
+        self._write_value(found.start())
+        return True
+
+    def _keep(self, count: int) -> None:
+        """Puts characters of a value aside, before its end has come."""
+        self._read.append(self._buffer[:count])
+        self._buffer = self._buffer[count:]
+
+    def _write_value(self, end: int) -> None:
+        """Writes a value that ends there."""
+        self._keep(end)
+        written, self._read = "".join(self._read).strip(), []
         self._write(self._separator + (_scalar(written) if written else "null"))
         self._state = self._after
-        return True
 
     def _in_text(self) -> bool:
         at = self._buffer.find(QUOTE)
@@ -227,7 +234,7 @@ class Gemma4Parser(TextParser):
         self._arguments = Arguments()
         self._after_marker = False  # behind a call or a channel: newlines there are none of the content
         self._is_owed = False  # the closing marker of what was taken for content; another in it is left out
-        self._looked = 0  # characters in which no marker stands
+        self._skipped: list[str] = []  # behind a call's arguments, in which no marker stands
 
     def _advance(self) -> bool:
         return self._state()
@@ -240,7 +247,7 @@ class Gemma4Parser(TextParser):
         elif self._state == self._in_arguments:
             self._emit("arguments", self._arguments.end())
         elif self._state == self._closing:
-            text = self._buffer.lstrip()
+            text = ("".join(self._skipped) + self._buffer).lstrip()
             self._emit("content", "" if CALL_END.startswith(text) else text)
         elif self._state in (self._before_thinking, self._thinking):
             self._emit("thinking", self._buffer.strip("\n"))
@@ -326,13 +333,15 @@ class Gemma4Parser(TextParser):
 
     def _closing(self) -> bool:
         """Reads a call's closing marker, and leaves out what stands before it; it is content if another comes first."""
-        found = [(at, marker) for marker in self._markers if (at := self._buffer.find(marker, self._looked)) >= 0]
+        found = [(at, marker) for marker in self._markers if (at := self._buffer.find(marker)) >= 0]
         if not found:
-            self._looked = max(0, len(self._buffer) - max(map(len, self._markers)) + 1)
+            end = len(self._buffer) - max(held(self._buffer, marker) for marker in self._markers)
+            self._skipped.append(self._buffer[:end])
+            self._buffer = self._buffer[end:]
             return False
         at, marker = min(found)
-        self._looked = 0
-        self._buffer = self._buffer[at + len(CALL_END) :] if marker == CALL_END else self._buffer.lstrip()
+        skipped, self._skipped = "".join(self._skipped), []
+        self._buffer = self._buffer[at + len(CALL_END) :] if marker == CALL_END else (skipped + self._buffer).lstrip()
         self._after_marker = True
         self._state = self._content
         return True

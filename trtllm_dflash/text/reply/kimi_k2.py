@@ -13,7 +13,8 @@ from itertools import count
 from typing import Any
 
 from trtllm_dflash.text.reply.json_call import JsonObject
-from trtllm_dflash.text.reply.parts import MOST_BLANKS, TextParser, held, without_newlines
+from trtllm_dflash.text.reply.parts import MOST_BLANKS, TextParser, without_newlines
+from trtllm_dflash.text.stream import held
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, CALL_ARGUMENTS, CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from trtllm_dflash.text.stream import StoppableText
+from trtllm_dflash.text.stream import StoppableText, held
 
 PartKind = Literal["thinking", "content", "call", "arguments"]
 
@@ -106,14 +106,6 @@ class PlainParser(TextParser):
 
     def _end(self) -> None:
         pass
-
-
-def held(text: str, marker: str) -> int:
-    """Returns the length of the longest ending of `text` that begins, and is not yet, the marker."""
-    at = text.find(marker[0], max(0, len(text) - len(marker) + 1))
-    while at >= 0 and not marker.startswith(text[at:]):
-        at = text.find(marker[0], at + 1)
-    return len(text) - at if at >= 0 else 0
 
 
 def without_newlines(text: str) -> str:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtllm_dflash.text.reply.json_call import begun_object
-from trtllm_dflash.text.reply.parts import MOST_BLANKS, TextParser, held, without_newlines
+from trtllm_dflash.text.reply.parts import MOST_BLANKS, TextParser, without_newlines
+from trtllm_dflash.text.stream import held
 
 LONGEST_NAME = 256  # characters of a function's or a parameter's name
 
