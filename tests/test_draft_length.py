@@ -1,8 +1,10 @@
 """The draft length that follows the load."""
 
+import errno
 import json
 import random
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -191,6 +193,19 @@ def test_step_times_are_kept_with_the_engine(llm, tmp_path, monkeypatch):
     for damaged in ("{", "[" * 100_000):
         (tmp_path / FILE).write_text(damaged)
         assert step_times(llm.session, tmp_path, LENGTHS) == {(1, 0, 0): 1.0}
+
+
+def test_step_times_are_not_kept_in_a_folder_that_is_read_only(llm, tmp_path, monkeypatch):
+    """A read-only mount says so of a file that is not there, too."""
+
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for name in ("write_text", "replace", "unlink"):
+        monkeypatch.setattr(Path, name, refuse)
+    monkeypatch.setattr("trtllm_dflash.runtime.step_times.measure", lambda session, lengths, shared: {(1, 0): 1.0})
+    assert step_times(llm.session, tmp_path, LENGTHS) == {(1, 0, 0): 1.0}
+    assert not list(tmp_path.iterdir())
 
 
 def test_step_times_that_are_not_kept_yet_are_measured_alone(llm, tmp_path, monkeypatch):

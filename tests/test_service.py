@@ -9,12 +9,20 @@ from tests.conftest import TINY
 from tests.virtual_time import Clock
 from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash import LLM, SamplingParams, Structured
-from trtllm_dflash.errors import CancelledError, DeadlineError, EngineError, QueueFullError, RequestError
+from trtllm_dflash.errors import (
+    CancelledError,
+    DeadlineError,
+    EngineError,
+    QueueFullError,
+    RequestError,
+    SettingsError,
+)
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.runtime.service import MOST_FAILURES, Service
 from trtllm_dflash.runtime.settings import ServiceSettings
 from trtllm_dflash.runtime.slots import Slots
+from trtllm_dflash.runtime.statistics import RECENT_STEPS, Statistics
 from trtllm_dflash.text.grammar import Grammar
 from trtllm_dflash.text.stream import TextStream
 
@@ -370,6 +378,30 @@ def test_nothing_else_uses_an_engine_that_a_service_has(llm):
     reply = client.wait()[-1].completion
     service.close()
     assert llm.generate([CHATS[0]], SamplingParams(max_tokens=24, ignore_eos=True))[0].token_ids == reply.token_ids
+
+
+def test_an_engine_that_is_closed_ends_its_service_first():
+    folders = str(TINY / "target"), str(TINY / "drafter")
+    with LLM.from_pretrained(*folders, precision="fp32", device="cpu", max_batch=1, max_seq_len=1024) as llm:
+        service = llm.service(WHOLE_BLOCK)
+        client = Client(service, CHATS[0], 900, ignore_eos=True)
+        client.first()
+    assert not service.running and service.failure is None
+    assert client.wait()[-1].error is not None
+
+
+def test_a_service_that_is_refused_leaves_the_harvests_folder_to_others(llm, tmp_path):
+    with pytest.raises(SettingsError, match="--draft-length 99") as refused:
+        llm.service(ServiceSettings(draft_length=99, harvest=str(tmp_path)))
+    llm.service(ServiceSettings(draft_length=15, harvest=str(tmp_path))).close()
+    del refused  # whose traceback knew what was made so far
+
+
+def test_the_acceptance_length_is_of_the_last_steps_of_sequences():
+    statistics, steps = Statistics(longest=7), [[number % 7] * (1 + number % 64) for number in range(300)]
+    for more in steps:
+        statistics.note_drafts(more, [7] * len(more), more)
+    assert statistics.recent == [one + 1 for more in steps for one in more][-RECENT_STEPS:]
 
 
 def test_closing_fails_what_is_left(llm):

@@ -183,7 +183,9 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Frees the engine, and ends the other ranks."""
+        """Ends its service, if it has one, and frees the engine and the other ranks."""
+        if self._service is not None:
+            self._service.close()
         self.session.close()
 
     def service(

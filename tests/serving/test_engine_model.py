@@ -189,6 +189,41 @@ def test_an_engine_that_fails_every_step_ends_the_process_once_all_are_answered(
     assert late.sender.last().error.code == TritonError.INTERNAL
 
 
+def test_a_reply_that_cannot_be_sent_ends_alone(model, monkeypatch):
+    failing, other = request(100, streaming=np.array([[True]])), request(8)
+    send, sent = failing.sender.send, []
+
+    def refuse_second(response, flags=0):
+        sent.append(response)
+        if len(sent) == 2:
+            raise RuntimeError("no room")
+        send(response, flags)
+
+    monkeypatch.setattr(failing.sender, "send", refuse_second)
+    model.execute([failing, other])
+    error = failing.sender.last().error
+    assert error.code == TritonError.INTERNAL and "the reply's response failed: RuntimeError: no room" in str(error)
+    assert other.sender.last().error is None
+    wait_until(lambda: not model._service.statistics().running, "its slot is free")
+    assert len(sent) == 3 and not model._replies and not model._outbox._watched and not model.ended
+
+
+def test_a_metric_that_triton_refuses_costs_no_reply(model, monkeypatch):
+    refused = []
+
+    def refuse(self, value):
+        refused.append(value)
+        raise TritonError("no", TritonError.INTERNAL)
+
+    monkeypatch.setattr(Metric, "increment", refuse)
+    for _ in range(2):
+        working = request(8)
+        model.execute([working])
+        assert working.sender.last().error is None
+        wait_until(lambda: refused, "a metric was refused")
+    assert not model.ended
+
+
 def test_a_bad_request_does_not_touch_the_good_ones_of_its_batch(model):
     requests = [request(3), request(0), request(3, temperature=np.array([[np.nan]], np.float32)), request(3)]
     model.execute(requests)

@@ -254,6 +254,22 @@ def replies(
     return [(s.completion().token_ids, s.accepted_per_step) for s in sequences]
 
 
+def test_pieces_of_one_token_have_no_contexts_of_their_own(sessions: Any) -> None:
+    """Such a piece is what is left of a prompt that is asked again; a decoding step may have as many rows."""
+    _, session, engine = sessions({}, False)
+    scheduler, made = Scheduler(session), []
+    for _ in range(4):
+        asked = [Sequence(list(range(1, 15)), SamplingParams(max_tokens=3), 3, frozenset()) for _ in range(3)]
+        for sequence in asked:
+            scheduler.submit(sequence)
+        while scheduler.busy:
+            scheduler.step()
+        made.append(len(engine.contexts))
+    assert [sequence.reused for sequence in asked] == [13] * 3
+    assert {first_slot for first_slot, *_ in session._decode} == {0}
+    assert made[1:] == made[1:2] * 3
+
+
 def test_copied_rows_are_those_of_the_same_tokens(sessions: Any) -> None:
     """Of gpt-oss, whose caches have a row before the first token's."""
     replies = []

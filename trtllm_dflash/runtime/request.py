@@ -1,7 +1,6 @@
 """Sampling parameters of a request, the sequence that it becomes, and its updates and completion."""
 
 import math
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt
 
 from trtllm_dflash.errors import DFlashError, ReplyError
+from trtllm_dflash.runtime.clock import now_ns
 from trtllm_dflash.runtime.structured import Structured
 from trtllm_dflash.text.stream import TextStream
 
@@ -261,7 +261,7 @@ class Sequence:
     grammar: "Grammar | None" = None
     is_sampled: bool = field(init=False)
     is_shaped: bool = field(init=False)
-    times: Times = field(default_factory=lambda: Times(arrival_ns=time.time_ns()))
+    times: Times = field(default_factory=lambda: Times(arrival_ns=now_ns()))
     _begun: int = 0  # tokens that came of prompts, not of decoding steps
     _reported: int = 0
     _told: bool = False  # its end

@@ -15,6 +15,7 @@ from operator import attrgetter
 from trtllm_dflash.errors import DeadlineError, DFlashError, EngineError
 from trtllm_dflash.runtime.batch import NOBODY, Batch
 from trtllm_dflash.runtime.checkpoints import checkpoints_of
+from trtllm_dflash.runtime.clock import now_ns
 from trtllm_dflash.runtime.deadlines import Deadlines
 from trtllm_dflash.runtime.draft_length import DraftLength, FixedDraftLength
 from trtllm_dflash.runtime.drafting import DraftChooser
@@ -115,7 +116,7 @@ class Scheduler:
     def finish(self, sequence: Sequence) -> None:
         """Ends a sequence at the next step as complete with what there is of it, unless it ends before."""
         if not sequence.done:
-            sequence.cut(time.time_ns())
+            sequence.cut(now_ns())
             self._unwanted.append(sequence)
 
     def step(self) -> list[Sequence]:
@@ -195,7 +196,7 @@ class Scheduler:
         insort(self._prefilling, stay, key=_RANK)
         sequence = stay.sequence
         if not sequence.times.first_scheduled_ns:
-            sequence.times.first_scheduled_ns, sequence.reused = time.time_ns(), stay.rows
+            sequence.times.first_scheduled_ns, sequence.reused = now_ns(), stay.rows
             self.statistics.count_prompt(stay.prompt, stay.rows)
 
     def _will_share(self, sequence: Sequence) -> bool:
@@ -358,7 +359,7 @@ class Scheduler:
         for stay, wrong in launched.errors.items():
             if not stay.over:
                 self._fail(stay, wrong)
-        now = time.time_ns()
+        now = now_ns()
         wrote_drafter = launched.drafting is not Drafting.OFF
         if launched.batch.stays:
             self._settle(launched, packed, wrote_drafter, now)

@@ -83,9 +83,6 @@ class Service:
         self._intake = intake
         self._after_step = after_step
         self._clock = clock
-        self._harvest: Harvest | None = None
-        if settings.harvest:
-            self._harvest = Harvest(Path(settings.harvest), settings.harvest_share, settings.harvest_mb * 10**6)
         lengths = _lengths(self._config, settings)
         times = cache(lambda: step_times(session, folder, lengths))
         length = _choose_draft_length(session, settings, times, folder)
@@ -99,6 +96,9 @@ class Service:
         self._closing = False
         self._drain: tuple[float, float] | None = None  # seconds that requests are given, and when they are over
         self._tickets: dict[Sequence, Ticket] = {}  # the thread's own
+        self._harvest: Harvest | None = None
+        if settings.harvest:  # last: settings that are refused leave its directory to others
+            self._harvest = Harvest(Path(settings.harvest), settings.harvest_share, settings.harvest_mb * 10**6)
         self._thread = threading.Thread(target=self._run, name="dflash-steps", daemon=True)
         self._thread.start()
 

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Iterable, Sized
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal
 
 from trtllm_dflash.errors import CancelledError, DeadlineError, ShutdownError
@@ -162,7 +162,8 @@ class Statistics:
     @property
     def recent(self) -> list[int]:
         """Tokens of the last drafted steps of sequences."""
-        return [more + 1 for more in chain.from_iterable(list(self._recent))][-RECENT_STEPS:]
+        last = islice(chain.from_iterable(map(reversed, reversed(self._recent.copy()))), RECENT_STEPS)
+        return [more + 1 for more in last][::-1]
 
     @property
     def verified(self) -> Counter[tuple[int, int]]:

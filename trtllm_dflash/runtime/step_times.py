@@ -5,6 +5,7 @@ import platform
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -186,5 +187,6 @@ def _write(file: Path, machine: dict[str, str], times: dict[str, MixedStepTimes]
     try:
         aside.write_text(json.dumps({"machine": machine, "times": rows}))
         aside.replace(file)
-    except OSError:
-        aside.unlink(missing_ok=True)  # a directory that cannot be written to is measured at each load
+    except OSError:  # a directory that cannot be written to is measured at each load
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import CancelledError, DFlashError, RequestError
 from trtllm_dflash.llm import LLM
-from trtllm_dflash.runtime.request import TokenLogprobs, Update
+from trtllm_dflash.runtime.request import TokenLogprobs, Update, fault_of
 from trtllm_dflash.runtime.service import Ticket
 from trtllm_dflash.runtime.settings import ServiceSettings
 from trtllm_dflash.serving.choice_fields import choice_values
@@ -61,6 +61,7 @@ class Reply:
         token_ids, texts, logprobs: the reply so far, where it is not streamed: what a client gets that stops it.
         cumulative: the sum of its tokens' log-probabilities so far.
         stopped: by its client, who gets a last response then, not an error.
+        over: its last response has been sent.
     """
 
     asked: EngineRequest
@@ -76,6 +77,7 @@ class Reply:
     cumulative: float = 0.0
     stopped: bool = False
     begun: bool = False
+    over: bool = False
     ticket: Ticket | None = None
     cancelled: bool = False
 
@@ -217,6 +219,8 @@ class EngineModel:
         self._outbox.watch(reply.sender, lambda: self._cancel(reply))
 
     def _taken(self, reply: Reply, ticket: Ticket) -> None:
+        if reply.over:  # a short one may be: a ticket would hold it, and it its sender
+            return
         reply.ticket = ticket
         if reply.cancelled:
             self._service.cancel(ticket)
@@ -256,6 +260,18 @@ class EngineModel:
             self._send(reply, update)
 
     def _send(self, reply: Reply, update: Update) -> None:
+        """Sends a response. A reply of which that fails ends with the error; no other does."""
+        if reply.over:
+            return
+        try:
+            self._respond(reply, update)
+        except Exception as error:
+            traceback.print_exc()
+            self._cancel(reply)
+            reply.sender.send(error_response(fault_of("response", error), reply.coded), flags=FINAL)
+            self._end(reply)
+
+    def _respond(self, reply: Reply, update: Update) -> None:
         self._begin(reply)
         ended = update.completion is not None or update.error is not None
         reply.tokens += len(update.token_ids)
@@ -273,6 +289,7 @@ class EngineModel:
             self._end(reply)
 
     def _end(self, reply: Reply) -> None:
+        reply.over = True
         self._replies.discard(reply)
         reply.ticket = None  # which knows the reply: a circle
         if self._by_key.get(reply.key) is reply:

@@ -1,6 +1,7 @@
 """A service's counts on Triton's metrics endpoint."""
 
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -26,6 +27,7 @@ class Metrics:
         self._families: dict[str, Any] = {}
         self._metrics: dict[tuple[str, ...], Any] = {}
         self._published: dict[tuple[str, ...], float] = {}
+        self._refused: set[tuple[str, ...]] = set()  # by Triton, once: replies go on
         self._round: Iterator[None] | None = None
         self._begun = 0.0
         self._ended = False
@@ -56,14 +58,18 @@ class Metrics:
         for sample in self._samples():
             key = (sample.name, *sample.labels.values())
             before = self._published.get(key)
-            if before == sample.value:
+            if before == sample.value or key in self._refused:
                 continue
-            metric = self._metric(key, sample)
-            if sample.kind == "gauge":
-                metric.set(sample.value)
-            else:
-                metric.increment(sample.value - (before or 0.0))
-            self._published[key] = sample.value
+            try:
+                metric = self._metric(key, sample)
+                if sample.kind == "gauge":
+                    metric.set(sample.value)
+                else:
+                    metric.increment(sample.value - (before or 0.0))
+                self._published[key] = sample.value
+            except Exception:
+                traceback.print_exc()
+                self._refused.add(key)
             yield
 
     def _metric(self, key: tuple[str, ...], sample: Sample) -> Any:

@@ -156,7 +156,9 @@ class TensorRTSession(Session):
         return torch.cuda.stream(self._own_stream) if self._own_stream else nullcontext()
 
     def _enqueue(self, first_slot: int, shapes: Shapes) -> None:
-        if shapes["logit_rows"] != shapes["token_ids"]:  # its length and its slot change with every call: no graph
+        # A prompt's pieces change their length and slot with every call: no graph. One of one token in the first slot
+        # has a decoding step's shapes, and its graph.
+        if first_slot or shapes["logit_rows"] != shapes["token_ids"]:
             self._prefill = self._prefill or self._context(PREFILL)
             self._bind(self._prefill, first_slot, shapes)
             self._execute(self._prefill, first_slot, shapes)
