@@ -1,7 +1,6 @@
 """Launches that wait, while the device computes, for requests that may come."""
 
 import queue
-import time
 
 import pytest
 
@@ -9,11 +8,13 @@ from tests.conftest import TINY
 from tests.virtual_time import Clock
 from tests.waiting import PATIENCE
 from trtllm_dflash import LLM, SamplingParams
+from trtllm_dflash.runtime import scheduler
 from trtllm_dflash.runtime.pace import Pace
 from trtllm_dflash.runtime.service import Service
 from trtllm_dflash.runtime.settings import ServiceSettings
 
-STEP = 0.25  # seconds
+#: Seconds of a step by the device's clock, a third of which the service may wait by this machine's: nobody comes later.
+STEP = 3 * PATIENCE
 
 
 def test_a_launch_may_wait_for_a_third_of_the_shortest_step():
@@ -46,12 +47,15 @@ def test_an_idle_device_is_waited_for_by_nobody_and_its_idle_time_is_no_steps():
 
 
 class Device:
-    """Runs a session's steps one after the other, each as long as the others, while the host goes on."""
+    """Runs a session's steps one after the other, each as long as the others, while the host goes on.
+
+    Its clock stands where the step that was read last has ended.
+    """
 
     ahead = 1
 
-    def __init__(self, session):
-        self._session, self._free_at = session, 0.0
+    def __init__(self, session, clock):
+        self._session, self._clock, self._free_at = session, clock, 0.0
         self.read = []  # whether each step reads a prompt
 
     def __getattr__(self, name):
@@ -59,22 +63,24 @@ class Device:
 
     def run(self, call):
         self.read.append(bool(call.pieces))
-        at = self._free_at = max(self._free_at, time.monotonic()) + STEP
+        at = self._free_at = max(self._free_at, self._clock.now) + STEP
         outcome = self._session.run(call)
         packed = outcome.packed
 
         def later():
-            time.sleep(max(0.0, at - time.monotonic()))
+            self._clock.now = max(self._clock.now, at)
             return packed()
 
         outcome.packed = later
         return outcome
 
 
-def test_a_client_that_comes_back_is_in_the_step_after_the_one_under_way():
+def test_a_client_that_comes_back_is_in_the_step_after_the_one_under_way(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(scheduler, "Pace", lambda: Pace(clock))
     folders = str(TINY / "target"), str(TINY / "drafter")
     with LLM.from_pretrained(*folders, precision="fp32", device="cpu", max_batch=2, max_seq_len=256) as llm:
-        device = Device(llm.session)
+        device = Device(llm.session, clock)
         service = Service(device, llm.intake, ServiceSettings(draft=False))
         try:
             ends = queue.SimpleQueue()
