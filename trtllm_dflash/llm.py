@@ -222,6 +222,7 @@ class LLM:
 
         Raises:
             RequestError: a prompt cannot be served; nothing was generated.
+            DFlashError: a reply failed, and with it the call: replies that were complete are lost.
         """
         if isinstance(prompts, str):
             raise RequestError("give a list of prompts, not one text")

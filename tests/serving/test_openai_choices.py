@@ -12,7 +12,7 @@ from trtllm_dflash.serving.client import Piece, TokenRequest
 from trtllm_dflash.serving.openai import replies
 from trtllm_dflash.serving.openai.jobs import Choice
 from trtllm_dflash.serving.openai.logprobs import CompletionLogprobs, Scored
-from trtllm_dflash.text.reply.parts import PlainParser
+from trtllm_dflash.text.reply.parts import Part, PlainParser
 from trtllm_dflash.text.reply.thinking import ThinkingParser
 from trtllm_dflash.text.token_text import TokenTexts
 
@@ -248,7 +248,8 @@ def test_offsets_are_into_the_text_that_is_returned(tiny, texts, written):
     its = TokenLogprobs(-2.0, [])
     scored = [Scored(token, its) for token in new]
     form = replies.CompletionForm("tiny", False, texts=texts)
-    reply = replies.Reply(content=" a cat sat", prompt=echo, scored=scored)
+    reply = replies.Reply(prompt=echo, scored=scored)
+    reply.add(replies.Added([Part("content", " a cat"), Part("content", " sat")]))
     reply.scored_prompt = [Scored(token, its) for token in prompt]
     (choice,) = form.whole([reply], replies.Usage(len(prompt)))["choices"]
     found = choice["logprobs"]

@@ -31,7 +31,7 @@ pytest.importorskip("tensorrt_rtx", reason="tensorrt-rtx is not installed: no ne
 
 from tests.tensorrt.evaluator import evaluate, trt  # noqa: E402
 from trtllm_dflash.build.tensorrt_network import build_network  # noqa: E402
-from trtllm_dflash.session.plan_io import io_of, step_io  # noqa: E402
+from trtllm_dflash.session.plan_io import IO, Binding, step_io, torch_type  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -68,6 +68,17 @@ def make_config(pair: Pair, tp: int = 1, precision: Any = "fp32", **limits: Any)
         name="test", target="", drafter="" if pair.drafter else None, precision=precision, tp=tp, **limits
     )
     return plan_engine(pair, settings).config
+
+
+def io_of(network: Any) -> IO:
+    """The inputs and outputs of a network."""
+
+    def binding(tensor: Any) -> Binding:
+        return Binding(tuple(tensor.shape), torch_type(tensor.dtype))
+
+    inputs = [network.get_input(i) for i in range(network.num_inputs)]
+    outputs = [network.get_output(i) for i in range(network.num_outputs)]
+    return IO({x.name: binding(x) for x in inputs}, {x.name: binding(x) for x in outputs})
 
 
 @dataclass

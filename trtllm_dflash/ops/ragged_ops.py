@@ -156,11 +156,6 @@ class Layout:
         """Rows of each segment: [G]."""
         return _int32([s.count for s in self.segments])
 
-    @cached_property
-    def logit_counts(self) -> Tensor:
-        """Logit rows of each segment: [G]."""
-        return _int32([s.logits for s in self.segments])
-
     def split(self, x: Tensor) -> tuple[Tensor, ...]:
         """Splits x [1, heads, N, D] by segment."""
         return x.split([segment.count for segment in self.segments], dim=2) if len(self.segments) > 1 else (x,)

@@ -113,7 +113,7 @@ class TensorRTDeltaNet(TensorRTLayers):
         rows = self._rows(net, inputs, channels, gates)
         state = self._absorb_accepted(net, step)
         out, writes, after = self._chunk(net, step, start, rows, state)
-        self._keep(net, "state", step, after, 4)
+        self._keep(net, "state", step, after)
         self._keep_pending(net, step, rows, writes)
         return self._gated_output(net, out, z, x.dtype)
 
@@ -154,7 +154,7 @@ class TensorRTDeltaNet(TensorRTLayers):
         last = self._select(step.is_first, self._fill(0.0, 3, last.dtype), last)
         inputs = self._concat([last, channels], axis=1)  # [B, kernel - 1 + n, C]
         kept = self._last_rows(inputs, step.absorbed, held)
-        self._keep(net, "window", step, self._reshape(kept, (0, 1, held, net.channels)), 4)
+        self._keep(net, "window", step, self._reshape(kept, (0, 1, held, net.channels)))
         return inputs
 
     def _run(self, first: ITensor, count: int) -> ITensor:
@@ -356,9 +356,9 @@ class TensorRTDeltaNet(TensorRTLayers):
         u = self._reshape(flat(writes), (0, 0, written))
         k = self._reshape(flat(rows.keys), (0, 0, size - written))
         kept = self._last_rows(self._concat([u, k, rows.decays], axis=2), step.absorbed, count)
-        self._keep(net, "pending", step, self._reshape(kept, (0, 1, count, width)), 4)
+        self._keep(net, "pending", step, self._reshape(kept, (0, 1, count, width)))
 
-    def _keep(self, net: DeltaLayer, part: str, step: _Step, new: ITensor, rank: int) -> None:
+    def _keep(self, net: DeltaLayer, part: str, step: _Step, new: ITensor) -> None:
         """Outputs a part of a net's state; slots that take no part keep theirs."""
         name = net.prefix + part
         cache = self.caches[name]

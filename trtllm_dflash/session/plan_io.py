@@ -65,13 +65,6 @@ def step_io(config: EngineConfig, sampled: bool) -> IO:
     return IO(inputs, outputs)
 
 
-def io_of(network: Any) -> IO:
-    """Reads a network's inputs and outputs from the network itself."""
-    inputs = [network.get_input(i) for i in range(network.num_inputs)]
-    outputs = [network.get_output(i) for i in range(network.num_outputs)]
-    return IO({x.name: _binding(x) for x in inputs}, {x.name: _binding(x) for x in outputs})
-
-
 def check_engine(engine: Any, config: EngineConfig) -> IO:
     """Checks that an engine has the inputs and outputs that a session of this configuration binds; returns them.
 
@@ -102,7 +95,3 @@ def torch_type(dtype: Any) -> torch.dtype:
     """Converts a TensorRT type that a step binds to torch's."""
     trt = load_tensorrt()
     return next(known for known, name in TYPES.items() if getattr(trt, name) == dtype)
-
-
-def _binding(tensor: Any) -> Binding:
-    return Binding(tuple(tensor.shape), torch_type(tensor.dtype))

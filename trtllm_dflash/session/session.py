@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 class Session(ABC):
     """One rank of an engine, loaded: its weights, and the K/V caches of `config.max_batch` slots.
 
-    Under tensor parallelism rank 0 calls `prepare`, `prefill`, `decode` and `copy_rows`; every other rank calls
+    Under tensor parallelism rank 0 calls `prepare`, `run` and the other methods that take calls; every other rank calls
     `follow` once and stays in it: rank 0 sends each call's small integers, and all ranks compute.
 
     Args:

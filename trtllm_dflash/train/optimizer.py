@@ -43,11 +43,11 @@ class Optimizer:
         tables = {key for key, p in self._parameters.items() if drafter.config.vocab_size in p.shape}
         matrices = {key for key, p in self._parameters.items() if p.ndim == 2}
         orthogonal = matrices - tables if kind == "muon" else set()
-        self._parts: list[torch.optim.Optimizer] = [self._adam(drafter, matrices, orthogonal)]
+        self._parts: list[torch.optim.Optimizer] = [self._adam(matrices, orthogonal)]
         if orthogonal:
             self._parts.append(_muon([self._parameters[key] for key in sorted(orthogonal)], peak))
 
-    def _adam(self, drafter: TrainedDrafter, matrices: set[str], others: set[str]) -> torch.optim.Optimizer:
+    def _adam(self, matrices: set[str], others: set[str]) -> torch.optim.Optimizer:
         """Makes AdamW over all parameters but `others`."""
         mine = {key: p for key, p in self._parameters.items() if key not in others}
         groups = [
