@@ -18,7 +18,7 @@ from trtllm_dflash.runtime import guiding
 from trtllm_dflash.runtime.intake import Intake
 from trtllm_dflash.runtime.prefill_budget import FixedPrefillBudget
 from trtllm_dflash.runtime.scheduler import Scheduler
-from trtllm_dflash.text.grammar import Grammar, Grammars, Plan
+from trtllm_dflash.text.grammar import _TERM, Grammar, Grammars, Plan
 from trtllm_dflash.text.reply.held_schema import FORMATS, held
 
 
@@ -415,6 +415,23 @@ def test_texts_that_look_like_special_tokens_stay_texts(loaded):
         for draft in (True, False):
             (reply,) = loaded.generate([ASK], asked(Structured(kind=kind, value=value)), draft)
             assert (reply.text, reply.finish_reason) == (text, "stop")
+
+
+@pytest.mark.parametrize("begun", ['"', "/"])
+def test_what_a_grammar_does_not_close_is_read_once(grammars, begun):
+    """64 KB of marks in such a text were read from each of them: 16 s, in which Python did nothing else."""
+    unclosed = begun + f"<|im_end|>\\{begun}" * 5
+    assert _TERM.findall(f"start: {unclosed}") == [unclosed]
+    with pytest.raises(RequestError, match="lexer error"):
+        grammars.compile("grammar", f"start: {unclosed}")
+
+
+def test_special_tokens_are_known_behind_remarks_and_expressions_of_any_kind(grammars, tiny):
+    end = tiny.codec.backend.token_to_id("<|im_end|>")
+    for before in ('// it"s\n', '# it"s\n', "# and/or\n", '/"\n/'):
+        source = f'start: "a" {before} | <|im_end|> # <|im_end|>'
+        assert _TERM.sub(grammars._by_id, source) == f'start: "a" {before} | <[{end}]> # <|im_end|>'
+        assert grammars.compile("grammar", source)
 
 
 def test_a_tokenizer_may_have_tokens_that_the_model_has_no_numbers_for(tiny):

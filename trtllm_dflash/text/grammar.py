@@ -286,8 +286,9 @@ class Grammars:
         return pointer, error
 
 
-#: In a grammar: a text, a remark or an expression, in which nothing is a special token; and what may be one.
-_TERM = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|/(?:[^/\\\n]|\\.)+/|<[^\s"<>]+>')
+#: In a grammar: a text, a remark or an expression, in which nothing is a special token; and what may be one. A text or
+#: an expression that is not closed, which the library refuses, is one too: it would be read again from each mark in it.
+_TERM = re.compile(r'"(?:[^"\\]|\\.)*"?|(?://|#)[^\n]*|/(?:[^/\\]|\\.)+/?|<[^\s"<>]+>')
 
 #: The library's error of a JSON schema in a grammar: the line, and what is wrong.
 _OF_JSON = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: (.*)")
