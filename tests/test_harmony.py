@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai_harmony import StreamableParser
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -162,13 +164,30 @@ def test_the_library_is_given_no_long_words_whose_square_it_takes(text):
     assert all(len(word) <= 1024 for part in parts for word in re.findall(r"[^\s\d]+|\s+|[\r\n/]+", part))
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from("a/\n\r 1"), st.sampled_from([1, 2, 600, 1023, 1024, 1025, 2000])), max_size=9)
+)
+def test_long_words_are_those_that_a_search_from_every_character_finds(runs):
+    text = "".join(character * count for character, count in runs)
+    long_word = re.compile(r"[^\s\d]{1025,}|\s{1025,}|[\r\n/]{1025,}")
+    assert list(harmony._long_words(text)) == [word.span() for word in long_word.finditer(text)]
+
+
+@pytest.mark.parametrize("word", ["=" * 9000, " " * 9000, "\n/" * 4500])
+def test_long_words_are_looked_for_where_they_begin_alone(word):
+    """A megabyte of words of 1,024 characters was searched from each of them for 5 s: no reply of anybody went on."""
+    for pattern in (harmony._LONG_WORD, harmony._LONGEST_WORD):
+        assert pattern.search("1" + word)[0] == word
+        assert pattern.search(word, 1) is None
+
+
 def test_a_cut_word_is_the_same_text_and_where_it_ends_in_signs_the_same_tokens(codec, monkeypatch):
     said = [{"role": "system", "content": f"Be brief. {WORD} end"}, {"role": "user", "content": CHINESE}]
     decoded = codec._harmony._encoding.decode
     for tools in ((), [WEATHER]):
         ids, chinese = (codec.encode_chat(messages, tools=tools) for messages in (said, said[1:]))
         with monkeypatch.context() as uncut:
-            uncut.setattr(harmony, "_LONG_WORD", re.compile("(?!)"))
+            uncut.setattr(harmony, "_long_words", lambda text: iter(()))
             assert decoded(ids) == decoded(codec.encode_chat(said, tools=tools))
             assert chinese == codec.encode_chat(said[1:], tools=tools)
 

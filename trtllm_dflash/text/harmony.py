@@ -57,10 +57,13 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 _INSTRUCTORS = ("system", "developer")  # whose message is none where it is empty
 _LONG = 1024  # characters of a word: the library takes the square of their number, and all of Python waits for it
 _LONGEST = 4096  # where words cannot be cut
-# Longer ones. The words are parts of these: neither blanks nor digits, or blanks; and lines' ends with slashes.
+# Words are parts of runs of one of these kinds: neither blanks nor digits, or blanks; and lines' ends with slashes.
+_KINDS = (r"[^\s\d]", r"\s", r"[\r\n/]")
+# Longer runs, looked for where they begin: from each of their characters on, all that follow would be read again.
 _LONG_WORD, _LONGEST_WORD = (
-    re.compile(rf"[^\s\d]{{{most + 1},}}|\s{{{most + 1},}}|[\r\n/]{{{most + 1},}}") for most in (_LONG, _LONGEST)
+    re.compile("|".join(rf"(?<!{kind}){kind}{{{most + 1},}}" for kind in _KINDS)) for most in (_LONG, _LONGEST)
 )
+_LONG_REST = re.compile("|".join(rf"{kind}{{{_LONG + 1},}}" for kind in _KINDS))  # of a run, behind one of another kind
 _END_OF_WORD = re.compile(r"(?<=[^\W\d_])(?=[^\w\s])")  # a letter, and what is none: one begins with that
 
 
@@ -316,17 +319,24 @@ def _message(author: Author, text: str) -> Message:
 
 
 def _instructions(text: str) -> Message:
-    if _LONG_WORD.search(text):
+    if any(_long_words(text)):
         return _message(_DEVELOPER, "# Instructions\n\n" + text)  # as the library writes them
     return Message.from_role_and_content(Role.DEVELOPER, DeveloperContent.new().with_instructions(text))
+
+
+def _long_words(text: str) -> Iterator[tuple[int, int]]:
+    """Finds where long words begin and end."""
+    end = 0
+    while word := _LONG_REST.match(text, end) or _LONG_WORD.search(text, end):
+        end = word.end()
+        yield word.span()
 
 
 def _parts(text: str) -> Iterator[str]:
     """Cuts long words, where that changes no token if there is such a place: in front of a sign behind a letter."""
     begin = 0
-    for word in _LONG_WORD.finditer(text):
-        at = word.start()
-        while word.end() - at > _LONG:
+    for at, end in _long_words(text):
+        while end - at > _LONG:
             window = text[at + 1 : at + 1 + _LONG]
             ends = [match.start() for match in _END_OF_WORD.finditer(window)]
             at += 1 + ends[-1] if ends else _LONG
