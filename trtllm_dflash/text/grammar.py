@@ -17,14 +17,11 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from trtllm_dflash.errors import ReplyError, RequestError
-from trtllm_dflash.text.reply.held_schema import held, inner_schemas
+from trtllm_dflash.text.reply.held_schema import LONGEST, held, inner_schemas
 from trtllm_dflash.text.reply.json_space import OBJECT_SPACE, SCHEMA_SPACE, as_object
 
 #: The field of a request that a grammar comes from.
 FIELD = "structured"
-
-#: Characters of a schema, expression or grammar.
-LONGEST = 1 << 16
 
 #: In the library's error of a token that is not allowed; its others are of grammars that grew too complex.
 _NOT_ALLOWED = "doesn't satisfy the grammar"

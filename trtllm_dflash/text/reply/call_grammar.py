@@ -10,7 +10,7 @@ from trtllm_dflash.text.reply.formats import ChatFormat
 from trtllm_dflash.text.reply.gemma4_grammar import gemma4_call
 from trtllm_dflash.text.reply.grammar_terms import REMARKS, TERMINALS, Callee, Marks, json_value, text, unheld
 from trtllm_dflash.text.reply.harmony_form import harmony_head, harmony_start
-from trtllm_dflash.text.reply.held_schema import held
+from trtllm_dflash.text.reply.held_schema import LONGEST, held, patterns_of
 from trtllm_dflash.text.reply.llama3_form import opening
 from trtllm_dflash.text.reply.schema_parts import SHARED, standing_alone
 from trtllm_dflash.text.reply.thinking import CLOSING, OPENING
@@ -39,8 +39,9 @@ def call_grammar(
         form: of a reply that is no calls, as `grammar_terms.form_of` writes it; None: it has none. With `must` alone.
 
     Raises:
-        RequestError: the format cannot hold a function's arguments to its schema.
+        RequestError: the format cannot hold a function's arguments to its schema, or the schemas are too long.
     """
+    _check_patterns(functions)
     marks = Marks(special or {})
     if chat_format == "harmony":  # of which a reply has one call, and its own place for a form
         rules = harmony_start(must, form)
@@ -54,6 +55,13 @@ def call_grammar(
         kept = function if function.strict else replace(function, schema=held(function.schema, strict=False))
         rules += _call(chat_format, marks, f"call_{number}", kept)
     return "\n".join(["%llguidance {}", *rules, TERMINALS, ""])
+
+
+def _check_patterns(functions: Sequence[Callee]) -> None:
+    """Refuses patterns that no grammar has room for, before `held` compiles each of them."""
+    written = sum(len(json.dumps({"pattern": each})) for function in functions for each in patterns_of(function.schema))
+    if written > LONGEST:
+        raise RequestError(f"their patterns have {written} characters; at most {LONGEST} are taken", "tools")
 
 
 def _start(chat_format: ChatFormat, marks: Marks, must: bool, parallel: bool, thinking: bool) -> list[str]:

@@ -5,6 +5,11 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
+from trtllm_dflash.text.reply.byte_matcher import byte_matcher
+
+#: Characters of a schema, expression or grammar.
+LONGEST = 1 << 16
+
 #: Formats that llguidance holds texts to; of others, JSON Schema makes remarks.
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"})
 
@@ -59,6 +64,16 @@ def inner_schemas(schema: Any) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
+def patterns_of(schema: Any) -> Iterator[str]:
+    """Lists the patterns of a schema and of those inside it."""
+    ahead = [schema]
+    while ahead:
+        each = ahead.pop()
+        if isinstance(each, Mapping) and isinstance(each.get("pattern"), str):
+            yield each["pattern"]
+        ahead += [inner for _, inner in inner_schemas(each)]
+
+
 def _says_nothing(key: str, value: object) -> bool:
     """Whether a keyword is without a value, names a type that there is not, or refers to what is not here."""
     if key == "type":
@@ -76,7 +91,7 @@ def _held(schema: Any, strict: bool) -> Any:
 @lru_cache
 def _is_held(pattern: str) -> bool:
     """Whether llguidance holds a text to a pattern."""
-    from llguidance import LLMatcher, LLTokenizer  # what few requests need
+    from llguidance import LLMatcher  # what few requests need
 
     text = json.dumps({"type": "string", "pattern": pattern})
-    return not LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_json_schema(text), log_level=0).get_error()
+    return not byte_matcher(LLMatcher.grammar_from_json_schema(text)).get_error()

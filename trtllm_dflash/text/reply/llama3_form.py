@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable
 
 from trtllm_dflash.errors import RequestError
+from trtllm_dflash.text.reply.byte_matcher import byte_matcher
 
 
 def opening(function: str) -> tuple[str, ...]:
@@ -24,12 +25,10 @@ def check_apart(kind: str, form: str, functions: Iterable[str]) -> None:
     Raises:
         RequestError: it may, or is too long.
     """
-    from llguidance import LLMatcher, LLTokenizer  # what few requests need
-
-    from trtllm_dflash.text.grammar import check_size
+    from trtllm_dflash.text.grammar import check_size  # what few requests need
 
     check_size("grammar", form)
-    matcher = LLMatcher(LLTokenizer("byte"), f"%llguidance {{}}\nstart: form\nform: {form}\n", log_level=0)
+    matcher = byte_matcher(f"%llguidance {{}}\nstart: form\nform: {form}\n")
     # A text or an expression is one piece, which calls have none of in common.
     beginnings = ["".join(opening(each)) + "{" for each in functions] if kind.startswith("json") else ["{"]
     for begun in beginnings:
