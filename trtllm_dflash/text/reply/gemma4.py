@@ -351,14 +351,18 @@ def with_responses(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Gives the results of calls to the message that made them: each version of the template looks there for them."""
     names: dict[str, str] = {}  # so far: a client may give an id again
     joined: list[dict[str, Any]] = []
+    responses: list[dict[str, Any]] | None = None  # of the last message, where that is a copy which has them
     for message in messages:
         names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if "id" in call}
         name = names.get(message.get("tool_call_id", ""))
         if name is None or not joined or "tool_calls" not in joined[-1]:
             joined.append(message)
+            responses = None
             continue
-        response = {"name": name, "response": message["content"]}
-        joined[-1] = {**joined[-1], RESPONSES: [*joined[-1].get(RESPONSES, ()), response]}
+        if responses is None:
+            responses = list(joined[-1].get(RESPONSES, ()))
+            joined[-1] = {**joined[-1], RESPONSES: responses}
+        responses.append({"name": name, "response": message["content"]})
     return joined
 
 
