@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from trtllm_dflash.errors import ReplyError, RequestError
 from trtllm_dflash.text.reply.held_schema import LONGEST, held, inner_schemas
 from trtllm_dflash.text.reply.json_space import OBJECT_SPACE, SCHEMA_SPACE, as_object
+from trtllm_dflash.text.reply.schema_parts import SHARED
 
 #: The field of a request that a grammar comes from.
 FIELD = "structured"
@@ -270,7 +271,7 @@ class Grammars:
         Args:
             tries: one for each schema that may still be looked at; others wait for their requests to be taken.
         """
-        shared = {name: root[name] for name in ("$defs", "definitions") if isinstance(root, Mapping) and name in root}
+        shared = {name: root[name] for name in SHARED if isinstance(root, Mapping) and name in root}
         inners = sorted(islice(inner_schemas(schema), _MOST_PLACES), key=_refers)  # what these refer to comes first
         for (place, inner), _ in zip(inners, tries, strict=False):
             if isinstance(inner, bool):

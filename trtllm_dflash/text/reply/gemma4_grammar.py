@@ -10,10 +10,10 @@ from trtllm_dflash.errors import RequestError
 from trtllm_dflash.text.reply.gemma4 import CALL_END, QUOTE
 from trtllm_dflash.text.reply.grammar_terms import REMARKS, Callee, Marks, json_value, text, unheld
 from trtllm_dflash.text.reply.held_schema import TYPES
+from trtllm_dflash.text.reply.schema_parts import SHARED
 
 _NAME = re.compile(r'[^\s:,{}\[\]<>"]+')  # of a member, which stands without marks
 _CHOICES = ("anyOf", "oneOf")
-_SHARED = ("$defs", "definitions")
 _SCALARS = ("number", "integer", "boolean", "null")
 #: Keywords by the type that they hold, besides those of every schema.
 _HELD: Mapping[str, frozenset[str]] = {
@@ -21,7 +21,7 @@ _HELD: Mapping[str, frozenset[str]] = {
     "array": frozenset({"items", "minItems", "maxItems"}),
     "string": frozenset(),
 }
-_OF_ALL = REMARKS | {"type", "enum", "const", "$ref", *_CHOICES, *_SHARED}
+_OF_ALL = REMARKS | {"type", "enum", "const", "$ref", *_CHOICES, *SHARED}
 _DEEPEST = 64  # schemas inside one another, or referred to from one another
 _MOST_PROPERTIES = 500  # of one object; with more, a grammar is too long anyway
 
