@@ -145,6 +145,7 @@ class HarmonyParser(Parser):
         hidden: frozenset[int],
         functions: Collection[str] | None = None,
     ) -> None:
+        super().__init__()
         self._parser: StreamableParser | None = StreamableParser(encoding, Role.ASSISTANT)
         self._is_content = False
         self._tokenizer = tokenizer
@@ -153,7 +154,6 @@ class HarmonyParser(Parser):
         self._header: list[int] | None = []  # the tokens so far, while no message has begun
         self._text = self._new_text()  # of the message that is being read
         self._kind: PartKind = "content"
-        self._parts: list[Part] = []
 
     def read(self, text: str, token_ids: Sequence[int]) -> list[Part]:
         for token in token_ids:
@@ -233,10 +233,6 @@ class HarmonyParser(Parser):
         if text:
             self._shown, self._is_empty = True, False
             self._parts.append(Part(self._kind, text))
-
-    def _take(self) -> list[Part]:
-        parts, self._parts = self._parts, []
-        return parts
 
     def _take_as_it_is(self, *tokens: int) -> None:
         """Shows a reply that is not Harmony as it is: from here on all of it, and all before if none was shown yet."""

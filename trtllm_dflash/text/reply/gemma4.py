@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trtllm_dflash.text.reply.json_call import is_text
-from trtllm_dflash.text.reply.parts import TextParser, without_newlines
+from trtllm_dflash.text.reply.json_call import is_text, refuse_constant
+from trtllm_dflash.text.reply.parts import MarkupParser, without_newlines
 from trtllm_dflash.text.stream import held
 
 CHANNEL, CHANNEL_END = "<|channel>", "<channel|>"
@@ -219,7 +219,7 @@ class Arguments:
         self._written.append(text)
 
 
-class Gemma4Parser(TextParser):
+class Gemma4Parser(MarkupParser):
     """Sets thinking and calls apart, wherever they stand. What begins no call behind a call's marker is content.
 
     Args:
@@ -229,21 +229,13 @@ class Gemma4Parser(TextParser):
     def __init__(self, calls: bool) -> None:
         super().__init__()
         self._markers = (CHANNEL, CALL, CALL_END) if calls else (CHANNEL,)
-        self._state: Callable[[], bool] = self._content
-        self._opening = ""  # of the call that is being read, with the newlines before it
         self._arguments = Arguments()
-        self._after_marker = False  # behind a call or a channel: newlines there are none of the content
         self._is_owed = False  # the closing marker of what was taken for content; another in it is left out
         self._skipped: list[str] = []  # behind a call's arguments, in which no marker stands
 
-    def _advance(self) -> bool:
-        return self._state()
-
     def _end(self) -> None:
-        if self._state == self._content:
-            self._emit("content", self._buffer.lstrip("\n") if self._after_marker else self._buffer)
-        elif self._state == self._named:
-            self._emit("content", self._opening + self._buffer)
+        if self._state in (self._content, self._named):
+            self._show_rest()
         elif self._state == self._in_arguments:
             self._emit("arguments", self._arguments.end())
         elif self._state == self._closing:
@@ -256,21 +248,14 @@ class Gemma4Parser(TextParser):
     # -- states ------------------------------------------------------------------------------------------------------
 
     def _content(self) -> bool:
-        if self._after_marker:
-            self._buffer = self._buffer.lstrip("\n")
-        found = [(at, marker) for marker in self._markers if (at := self._buffer.find(marker)) >= 0]
-        if not found:
-            shown = self._emit_before("content", *self._markers)
-            self._after_marker = self._after_marker and not shown
+        found = self._find(*self._markers)
+        if found is None:
             return False
-        at, marker = min(found)
+        at, marker = found
         if marker == CALL_END:
             return self._stray(at)
-        before = without_newlines(self._buffer[:at])
-        self._emit("content", before)
-        self._after_marker = self._after_marker and not before
-        self._opening = self._buffer[len(before) : at] + marker
-        self._buffer = self._buffer[at + len(marker) :]
+        self._open(at)
+        self._read(len(marker))
         self._state = self._named if marker == CALL else self._channel
         return True
 
@@ -278,8 +263,7 @@ class Gemma4Parser(TextParser):
         """Reads a call's closing marker in content: part of it behind an opening one that is, else left out."""
         shown = self._buffer[:at] + (CALL_END if self._is_owed else "")
         self._is_owed = False
-        self._emit("content", shown)
-        self._after_marker = self._after_marker and not shown
+        self._show(shown)
         self._buffer = self._buffer[at + len(CALL_END) :]
         return True
 
@@ -305,7 +289,7 @@ class Gemma4Parser(TextParser):
             return False
         self._emit("thinking", without_newlines(self._buffer[:at]))
         self._buffer = self._buffer[at + len(CHANNEL_END) :]
-        self._after_marker = True
+        self._markup, self._after_markup = "", True
         self._state = self._content
         return True
 
@@ -314,11 +298,10 @@ class Gemma4Parser(TextParser):
         if head is None:
             if _HEAD_BEGUN.fullmatch(self._buffer):
                 return False
-            self._emit("content", self._opening)
-            self._after_marker, self._is_owed = False, True
-            self._state = self._content
-            return True
+            self._is_owed = True
+            return self._refuse()
         self._emit("call", head[1])
+        self._markup = ""
         self._buffer = self._buffer[head.end() :]
         self._arguments = Arguments()
         self._state = self._in_arguments
@@ -342,7 +325,7 @@ class Gemma4Parser(TextParser):
         at, marker = min(found)
         skipped, self._skipped = "".join(self._skipped), []
         self._buffer = self._buffer[at + len(CALL_END) :] if marker == CALL_END else (skipped + self._buffer).lstrip()
-        self._after_marker = True
+        self._after_markup = True
         self._state = self._content
         return True
 
@@ -370,14 +353,10 @@ def _scalar(written: str) -> str:
     """Makes JSON of a value that stands without marks: the word or number that it is, else a text."""
     written = _WORDS.get(written, written)
     try:
-        value = json.loads(written, strict=False, parse_constant=_refuse_constant)
+        value = json.loads(written, strict=False, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return json.dumps(written, ensure_ascii=False)
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) and is_text(value) else written
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _inner(text: str) -> str:

@@ -163,6 +163,11 @@ def is_text(value: object) -> bool:
     return isinstance(value, str) and value != "" and not any("\ud800" <= one <= "\udfff" for one in value)
 
 
+def refuse_constant(name: str) -> None:
+    """Refuses words that Python's `json` reads and JSON has not, such as NaN: its `parse_constant`."""
+    raise ValueError(f"{name} is not JSON")
+
+
 def begun_object(text: str) -> dict[str, Any]:
     """Reads an object that may be cut off: its last member as far as it goes, or without that; {} of what is none."""
     closings: list[str] = []

@@ -8,12 +8,12 @@ between `<think>`, which K2.5's prompt ends with, and `</think>`; a section ends
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Any
 
 from trtllm_dflash.text.reply.json_call import JsonObject
-from trtllm_dflash.text.reply.parts import MOST_BLANKS, TextParser, without_newlines
+from trtllm_dflash.text.reply.parts import MOST_BLANKS, MarkupParser
 from trtllm_dflash.text.stream import held
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
@@ -22,48 +22,31 @@ _ID = re.compile(r"\s*(?:functions\.)?([a-zA-Z0-9_.-]+):[0-9]+\s*")
 _LONGEST_ID = 256  # characters
 
 
-class KimiK2Parser(TextParser):
+class KimiK2Parser(MarkupParser):
     """Sets such calls apart. One whose id names no function is content, as it stands."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._state: Callable[[], bool] = self._content
-        self._markup = ""  # what was read of a section or call that has not begun
         self._arguments = JsonObject()
-        self._after_call = False
         self._owed: set[str] = set()  # closing markers of what was taken for content; others in it are left out
-
-    def _advance(self) -> bool:
-        return self._state()
 
     def _end(self) -> None:
         if self._state == self._section and not self._markup:
             pass  # behind a call stands nothing but a marker that was cut off
         elif self._state in (self._content, self._section, self._id):
-            text = self._markup + self._buffer
-            self._emit("content", text.lstrip("\n") if self._after_call else text)
+            self._show_rest()
         elif self._state == self._arguments_begun:
             self._emit("arguments", "{}")
         self._buffer = ""
 
     def _content(self) -> bool:
-        if self._after_call:
-            self._buffer = self._buffer.lstrip("\n")
-        # Quantized models leave the section's marker out at times.
-        markers = SECTION, CALL, CALL_END, SECTION_END
-        found = [(at, marker) for marker in markers if (at := self._buffer.find(marker)) >= 0]
-        if not found:
-            shown = self._emit_before("content", *markers)
-            self._after_call = self._after_call and not shown
+        found = self._find(SECTION, CALL, CALL_END, SECTION_END)  # quantized models leave the first out at times
+        if found is None:
             return False
-        at, marker = min(found)
+        at, marker = found
         if marker in (CALL_END, SECTION_END):
             return self._stray(at, marker)
-        before = without_newlines(self._buffer[:at])
-        self._emit("content", before)
-        self._after_call = self._after_call and not before
-        self._markup = self._buffer[len(before) : at]
-        self._buffer = self._buffer[at:]
+        self._open(at)
         if marker == SECTION:
             self._read(len(SECTION))
         self._state = self._section
@@ -82,7 +65,7 @@ class KimiK2Parser(TextParser):
             return True
         if text.startswith(SECTION_END):
             self._buffer, self._markup = text.removeprefix(SECTION_END), ""
-            self._after_call = True
+            self._after_markup = True
             self._state = self._content
             return True
         return False if CALL.startswith(text) or SECTION_END.startswith(text) else self._refuse()
@@ -125,7 +108,7 @@ class KimiK2Parser(TextParser):
     def _closing(self) -> bool:
         if not self._reads_closing(CALL_END):
             return False
-        self._after_call = True
+        self._after_markup = True
         self._state = self._section
         return True
 
@@ -133,23 +116,13 @@ class KimiK2Parser(TextParser):
         """Reads a closing marker in content: part of it behind its opening one that is, else left out."""
         shown = self._buffer[:at] + (marker if marker in self._owed else "")
         self._owed.discard(marker)
-        self._emit("content", shown)
-        self._after_call = self._after_call and not shown
+        self._show(shown)
         self._buffer = self._buffer[at + len(marker) :]
         return True
 
-    def _read(self, count: int) -> None:
-        self._markup += self._buffer[:count]
-        self._buffer = self._buffer[count:]
-
     def _refuse(self) -> bool:
-        """Takes what looked like a section or a call for content."""
         self._owed |= {end for begin, end in ((SECTION, SECTION_END), (CALL, CALL_END)) if begin in self._markup}
-        self._emit("content", self._markup)
-        self._after_call = self._after_call and not self._markup
-        self._markup = ""
-        self._state = self._content
-        return True
+        return super()._refuse()
 
 
 def with_own_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The parts of a reply, and parsers that find them in text that comes in pieces of any size."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -29,6 +29,9 @@ class Part:
 class Parser(ABC):
     """Takes a reply apart."""
 
+    def __init__(self) -> None:
+        self._parts: list[Part] = []  # that are known, and not handed on
+
     @abstractmethod
     def read(self, text: str, token_ids: Sequence[int]) -> list[Part]:
         """Adds a piece of the reply, as text and as tokens; returns the parts that are known now."""
@@ -37,13 +40,17 @@ class Parser(ABC):
     def finish(self) -> list[Part]:
         """Ends the reply; returns its last parts."""
 
+    def _take(self) -> list[Part]:
+        parts, self._parts = self._parts, []
+        return parts
+
 
 class TextParser(Parser):
     """Takes a reply's text apart. It keeps back what may turn out to be markup, and no more."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._buffer = ""  # text that came and is not parsed
-        self._parts: list[Part] = []
 
     def read(self, text: str, token_ids: Sequence[int]) -> list[Part]:
         return self.push(text)
@@ -71,10 +78,6 @@ class TextParser(Parser):
         if text or kind == "call":
             self._parts.append(Part(kind, text))
 
-    def _take(self) -> list[Part]:
-        parts, self._parts = self._parts, []
-        return parts
-
     def _emit_before(self, kind: Literal["thinking", "content"], *markers: str) -> bool:
         """Emits the buffer up to newlines at its end, and up to what may be the beginning of a marker.
 
@@ -94,6 +97,62 @@ class TextParser(Parser):
             return False
         self._buffer = self._buffer.removeprefix(closing)
         return True
+
+
+class MarkupParser(TextParser):
+    """Takes a reply's text apart that is content, but for calls and the like between markers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._state: Callable[[], bool] = self._content
+        self._markup = ""  # what was read of a call that has not begun, with the newlines before it
+        self._after_markup = False  # newlines there are none of the content
+
+    def _advance(self) -> bool:
+        return self._state()
+
+    @abstractmethod
+    def _content(self) -> bool:
+        """Parses content, up to a marker."""
+
+    def _find(self, *markers: str) -> tuple[int, str] | None:
+        """Finds the first marker in the buffer, and its place; where none has come, shows what begins none."""
+        if self._after_markup:
+            self._buffer = self._buffer.lstrip("\n")
+        found = [(at, marker) for marker in markers if (at := self._buffer.find(marker)) >= 0]
+        if found:
+            return min(found)
+        shown = self._emit_before("content", *markers)
+        self._after_markup = self._after_markup and not shown
+        return None
+
+    def _open(self, at: int) -> None:
+        """Shows content up to the markup that may begin there."""
+        before = without_newlines(self._buffer[:at])
+        self._show(before)
+        self._markup = self._buffer[len(before) : at]
+        self._buffer = self._buffer[at:]
+
+    def _read(self, count: int) -> None:
+        """Reads characters of what may be markup."""
+        self._markup += self._buffer[:count]
+        self._buffer = self._buffer[count:]
+
+    def _refuse(self) -> bool:
+        """Takes what looked like markup for content."""
+        self._show(self._markup)
+        self._markup = ""
+        self._state = self._content
+        return True
+
+    def _show(self, text: str) -> None:
+        self._emit("content", text)
+        self._after_markup = self._after_markup and not text
+
+    def _show_rest(self) -> None:
+        """Shows content that the reply ends in, or markup that it ends in before it has begun."""
+        text = self._markup + self._buffer
+        self._emit("content", text.lstrip("\n") if self._after_markup else text)
 
 
 class PlainParser(TextParser):

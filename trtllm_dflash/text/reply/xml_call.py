@@ -4,12 +4,12 @@ Values are written as they are: which of them are texts, and which are JSON, the
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trtllm_dflash.text.reply.json_call import begun_object
-from trtllm_dflash.text.reply.parts import MOST_BLANKS, TextParser, without_newlines
+from trtllm_dflash.text.reply.json_call import begun_object, refuse_constant
+from trtllm_dflash.text.reply.parts import MOST_BLANKS, MarkupParser
 from trtllm_dflash.text.stream import held
 
 LONGEST_NAME = 256  # characters of a function's or a parameter's name
@@ -46,7 +46,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 _PYTHONS = {"True": "true", "False": "false", "None": "null"}  # how templates have written JSON's words
 
 
-class XmlCallParser(TextParser):
+class XmlCallParser(MarkupParser):
     """Sets such calls apart, and makes JSON of their arguments.
 
     Args:
@@ -58,21 +58,14 @@ class XmlCallParser(TextParser):
         self._tags = tags
         self._end_of_call = f"{tags.edge}{tags.function_end}\n{tags.closing}"  # behind the last value's own tag
         self._schemas = schemas
-        self._state: Callable[[], bool] = self._content
-        self._markup = ""  # what was read of a call that has not begun
-        self._after_call = False
         self._function = ""
         self._types: frozenset[str] = frozenset()  # of the value that is being read
         self._value: list[str] = []  # of that, where it is no text
         self._separator = ""  # before the next argument
 
-    def _advance(self) -> bool:
-        return self._state()
-
     def _end(self) -> None:
         if self._state in (self._content, self._opened, self._named):
-            text = self._markup + self._buffer
-            self._emit("content", text.lstrip("\n") if self._after_call else text)
+            self._show_rest()
         elif self._state == self._in_value:
             self._end_of_value()
         self._buffer = ""
@@ -80,20 +73,11 @@ class XmlCallParser(TextParser):
     # -- states ------------------------------------------------------------------------------------------------------
 
     def _content(self) -> bool:
-        if self._after_call:
-            self._buffer = self._buffer.lstrip("\n")
-        # The model leaves the first tag out at times.
-        found = [(at, tag) for tag in (self._tags.opening, self._tags.function) if (at := self._buffer.find(tag)) >= 0]
-        if not found:
-            shown = self._emit_before("content", self._tags.opening, self._tags.function)
-            self._after_call = self._after_call and not shown
+        found = self._find(self._tags.opening, self._tags.function)  # the model leaves the first out at times
+        if found is None:
             return False
-        at, tag = min(found)
-        before = without_newlines(self._buffer[:at])
-        self._emit("content", before)
-        self._after_call = self._after_call and not before
-        self._markup = self._buffer[len(before) : at]
-        self._buffer = self._buffer[at:]
+        at, tag = found
+        self._open(at)
         if tag == self._tags.opening:
             self._read(len(self._tags.opening))
         self._state = self._opened
@@ -205,7 +189,7 @@ class XmlCallParser(TextParser):
     def _ended(self) -> bool:
         if not self._reads_closing(self._tags.closing):
             return False
-        self._after_call = True
+        self._after_markup = True
         self._state = self._content
         return True
 
@@ -214,18 +198,6 @@ class XmlCallParser(TextParser):
     @property
     def _is_text(self) -> bool:
         return self._types == {"string"}
-
-    def _read(self, count: int) -> None:
-        self._markup += self._buffer[:count]
-        self._buffer = self._buffer[count:]
-
-    def _refuse(self) -> bool:
-        """Takes what looked like a call for content."""
-        self._emit("content", self._markup)
-        self._markup = ""
-        self._after_call = False
-        self._state = self._content
-        return True
 
     def _add_to_value(self, text: str) -> None:
         if self._is_text:
@@ -257,7 +229,7 @@ def value_of(text: str, types: frozenset[str]) -> str:
     """Makes JSON of a value that was written as it is: the JSON that it is, where one of these types allows that."""
     written = _PYTHONS.get(text.strip(), text.strip())
     try:
-        value = json.loads(written, parse_constant=_refuse_constant)
+        value = json.loads(written, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
         return _json(text)
     if isinstance(value, str):
@@ -286,10 +258,6 @@ def with_objects(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         else message
         for message in messages
     ]
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _json(text: str) -> str:
