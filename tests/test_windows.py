@@ -1,14 +1,20 @@
 """Layers with a window give their pages back while a sequence runs, and its text stays what it is."""
 
+import random
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.checkpoints import make_drafter, make_gpt_oss
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.cost.memory import cache_bytes, cache_shapes, plan_memory, plan_pages
 from trtllm_dflash.runtime.prefill_budget import FixedPrefillBudget
+from trtllm_dflash.runtime.request import Sequence
 from trtllm_dflash.runtime.scheduler import Scheduler
+from trtllm_dflash.session.choice import Choice
+from trtllm_dflash.session.limits import StepLimits
+from trtllm_dflash.session.outcome import Outcome
 from trtllm_dflash.session.torch_session import TorchSession
 
 PREFIX = [1 + 7 * i % 120 for i in range(120)]
@@ -100,6 +106,49 @@ def test_a_long_sequence_holds_what_its_window_sees(solo):
     assert used[-1] == 0
     assert scheduler.statistics.window_pages == llm.session.paging.window_pages > 8
     assert len(sequence.token_ids) == 150
+
+
+class Idle:
+    """A session that computes nothing, over the pages that an engine has, and accepts no draft."""
+
+    def __init__(self, config, ahead):
+        self.config, self.ahead, self.paging = config, ahead, plan_pages(config)
+        self.limits = StepLimits(8, config.chunk, mixes=True, shapes=True)
+        self.choice = Choice("torch", "cpu", "fp32", "torch", "torch", "none", "")
+
+    def prepare(self, call):
+        pass
+
+    def prompt_room(self, like, counts):
+        return sum(counts)
+
+    def run(self, step):
+        return Outcome(torch.tensor([[0, 1]] * (len(step.decode) + len(step.pieces)), dtype=torch.int32))
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("chunk", [512, 2048])
+def test_there_are_pages_for_every_prompt_however_they_come(solo, chunk, ahead):
+    """A slot that waits for the rest of its prompt to be read, or has just read all of it, holds no piece's pages."""
+    windows = tuple(window and 128 for window in solo.config.target.windows)
+    target = solo.config.target.model_copy(update={"windows": windows})
+    limits = {"max_batch": 8, "max_seq_len": 4096, "chunk": chunk, "page_size": 64}
+    config = solo.config.model_copy(update={"target": target, **limits})
+    chance = random.Random(0)
+    for length in (300, 512, 1024, 2000, None) * 4:
+        session = Idle(config, ahead)
+        assert session.paging.window == 128
+        scheduler = Scheduler(session, budget=FixedPrefillBudget(chance.choice([64, 10**6])))
+        sequences = []
+        while len(sequences) < 12 or scheduler.busy:
+            for _ in range(min(chance.choice([0, 1, 1, 8]), 12 - len(sequences))):
+                ids = [len(sequences)] * (length or chance.randrange(1, 4000))
+                tokens = chance.choice([1, 5, 90])
+                sequences.append(Sequence(ids, SamplingParams(max_tokens=tokens, ignore_eos=True), tokens, frozenset()))
+                scheduler.submit(sequences[-1])
+            scheduler.step()
+        assert [sequence.error for sequence in sequences] == [None] * 12
+        assert scheduler._slots.pages.windows.held == 0
 
 
 def test_layers_with_a_window_have_fewer_pages(solo):

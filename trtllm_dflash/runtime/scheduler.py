@@ -461,6 +461,7 @@ class Scheduler:
         self.statistics.kv_tokens_in_use += count
         try:
             self._slots.record(stay)
+            self._slots.give_back(stay)
             if rows < stay.prompt:
                 return
             self.statistics.committed_tokens += stay.sequence.begin(ids, now)

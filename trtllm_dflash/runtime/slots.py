@@ -158,6 +158,14 @@ class Slots:
             self._show(stay, self.pages.look(stay.lease, stay.rows, rows + self._margin))
             self._update(stay)
 
+    def give_back(self, stay: Stay) -> None:
+        """Takes back the pages of layers with a window that a slot sees no more: those of a piece that has been read.
+
+        Its next piece may wait for long, and decoding steps look at its pages where a new one begins.
+        """
+        if self.pages.windows is not None:
+            self.pages.look(stay.lease, stay.rows, 0)
+
     def begin_changes(self) -> None:
         """Begins new lists of changes: a step knows those so far."""
         if self.table_changes or self.window_changes:
