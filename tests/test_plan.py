@@ -70,6 +70,8 @@ RECORDS = {
     "router-h100/since-qwen3-coder-30b-a3b": (MIXTURE_ERROR_BOUND, 0.06),
     "step-minimax-m2.5-fp8-h100": (MIXTURE_ERROR_BOUND, 0.06),
     "step-qwen3-8b-light-h200": (ERROR_BOUND, 0.05),
+    "step-gpt-oss-20b-light-h200": (MIXTURE_ERROR_BOUND, 0.06),
+    "step-gpt-oss-120b-light-h200": (MIXTURE_ERROR_BOUND, 0.06),
     "step-qwen3-8b-fp8-caches-h200": (FP8_CACHE_ERROR_BOUND, 0.08),
 }
 #: Timed when products of 17 to 128 rows took longer: such steps are not what is predicted.
@@ -138,6 +140,16 @@ def test_predicted_steps_are_within_the_stated_bound_of_those_measured(name):
     bound, most = RECORDS[name]
     assert max(abs(error) for arm, error in errors.items() if arm not in slower | older) <= bound <= most, errors
     assert all(-0.12 < errors[arm] < bound for arm in slower), errors
+
+
+@pytest.mark.parametrize(("record", "few", "many"), [("qwen3-8b", 0, 23), ("gpt-oss-20b", 19, 35)])
+def test_rows_are_rounded_for_products_in_fp8_that_our_kernel_of_few_rows_does_not_take(record, few, many):
+    drafter = json.loads((RESULTS / f"step-{record}-light-h200.json").read_text())["drafter"]
+    changes = {"drafter": DrafterConfig.model_validate(drafter)}
+    for engine, counts in ((config(record), (0, 0)), (config(record).model_copy(update=changes), (few, many))):
+        for batch, rounded in zip((1, 8), counts, strict=True):
+            target, drafting = StepCount(engine, GPUS["h200"]).parts(Drafting.BLOCK, batch, 8, 1024)
+            assert (target.rounded, drafting.rounded) == (0, rounded)
 
 
 def test_predicted_steps_of_more_than_16_rows_are_within_it_on_two_and_four_gpus():

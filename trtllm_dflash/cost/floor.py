@@ -14,12 +14,13 @@ from trtllm_dflash.cost.memory import computes_all_experts, is_multiplied_in_fp8
 from trtllm_dflash.cost.states import net_state_bytes
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.kernels.delta_net import DELTA_SIZES, MOST_KEPT
+from trtllm_dflash.kernels.products import fits_skinny
 from trtllm_dflash.models import target_weights
 from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
 from trtllm_dflash.models.dflash2 import is_table
 from trtllm_dflash.models.drafter import HEAD, PREFIX, Drafter, DrafterConfig
 from trtllm_dflash.models.planned import Attends, DeltaNet, mixers_of
-from trtllm_dflash.models.weights import Part, Split, Weight, units_per_rank
+from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision, units_per_rank
 from trtllm_dflash.step import Drafting
 
 #: What the drafter reads for its context rows; of each layer's tensors, only the norm of its keys.
@@ -57,6 +58,7 @@ class PartWork:
     nets: int = 0  # of the layers, those that have one
     rows_of_slot: int = 1  # of the rows
     normed: int = 0  # of the layers, those whose parts' outputs are normed before they are added
+    rounded: int = 0  # products in FP8 by cuBLAS, whose rows are rounded before
 
     @property
     def total(self) -> Work:
@@ -146,13 +148,14 @@ class StepCount:
         products = self._target.dense_work(tokens) + self._embedding_rows(tokens)
         experts = self._target.expert_work(tokens)
         sizes = target.layers, tokens, target.hidden_size
-        return PartWork(products, experts, attention, *sizes, states, nets, rows, self._normed)
+        rounded = self._target.rounded(tokens)
+        return PartWork(products, experts, attention, *sizes, states, nets, rows, self._normed, rounded)
 
     def _context_work(self, drafter: DrafterConfig, batch: int, rows: int) -> PartWork:
         """Counts the drafter's K and V of committed tokens, one a slot at least; they skip its other matrices."""
         written = self._attention(_attends(drafter), batch * drafter.layers, 0)
-        products = self._context.dense_work(batch * rows)
-        return PartWork(products, Work(0, 0), written, 0, batch * rows, drafter.hidden_size)
+        products, rounded = self._context.dense_work(batch * rows), self._context.rounded(batch * rows)
+        return PartWork(products, Work(0, 0), written, 0, batch * rows, drafter.hidden_size, rounded=rounded)
 
     def _draft_work(self, drafter: DrafterConfig, batch: int, rows: int, length: int) -> PartWork:
         """Counts drafting a block: it and the committed tokens, one a slot at least, are written to the caches.
@@ -164,7 +167,8 @@ class StepCount:
         products = self._drafter.dense_work(tokens) + self._embedding_rows(tokens)
         products += self._head.dense_work(tokens - known)
         attention = self._attention(_attends(drafter), batch * cached, tokens * cached)
-        return PartWork(products, Work(0, 0), attention, drafter.layers, tokens, drafter.hidden_size)
+        rounded = self._drafter.rounded(tokens) + self._head.rounded(tokens - known)
+        return PartWork(products, Work(0, 0), attention, drafter.layers, tokens, drafter.hidden_size, rounded=rounded)
 
     def _embedding_rows(self, tokens: int) -> Work:
         return Work(tokens * self.config.target.hidden_size * self.config.dtype.itemsize, 0)
@@ -198,6 +202,7 @@ class _Matrices:
     dense: Work
     experts: Work
     moe: MoEConfig | None  # None: each row goes through all that there is
+    in_fp8: tuple[tuple[int, ...], ...] = ()  # sizes of those that rows in FP8 are multiplied by, with a scale a row
 
     @classmethod
     def of(cls, weights: list[Weight], config: EngineConfig, gpu: GPU | None) -> "_Matrices":
@@ -206,13 +211,19 @@ class _Matrices:
             works[is_expert(weight)] += Work(stored_bytes(config, weight, gpu), _flops(config, weight, gpu))
         if works[True].bytes:
             works[True] += Work(plan_adds(config), 0)
+        by_row = [weight for weight in weights if weight.precision is WeightPrecision.FP8]
+        in_fp8 = tuple(weight.shape(config.tp, 0) for weight in by_row if is_multiplied_in_fp8(config, weight, gpu))
         if computes_all_experts(config):
-            return cls(works[False] + works[True], Work(0, 0), None)
-        return cls(works[False], works[True], config.target.moe)
+            return cls(works[False] + works[True], Work(0, 0), None, in_fp8)
+        return cls(works[False], works[True], config.target.moe, in_fp8)
 
     def dense_work(self, rows: int) -> Work:
         """Counts so many rows through the matrices that every row is multiplied by."""
         return Work(self.dense.bytes, rows * self.dense.flops)
+
+    def rounded(self, rows: int) -> int:
+        """Counts products whose rows are rounded to FP8 before: those that our kernel of few rows does not take."""
+        return sum(not fits_skinny(rows, outputs, inputs, item=1) for outputs, inputs in self.in_fp8)
 
     def expert_work(self, rows: int) -> Work:
         """Counts rows through the experts: each goes through `top_k`, and experts that none chose are not read."""

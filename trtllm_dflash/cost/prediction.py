@@ -8,8 +8,9 @@
 
 The constants were fitted to captured steps at batch 1, 8 and 32, plain and drafted, of dense models and of mixtures on
 an H200 and an H100, all at once and so that the largest error is the least: `RECORDS` in tests/test_plan.py lists them.
-They say what steps take, not what each kernel would alone. Those of sums were fitted to sums alone, and the latency of
-layers over ranks to steps on two and four GPUs (tensor-parallel-h200.md).
+They say what steps take, not what each kernel would alone. Later, with the others held, rounded rows were fitted to
+steps of drafters in FP8. Those of sums were fitted to sums alone, and the latency of layers over ranks to steps on two
+and four GPUs (tensor-parallel-h200.md).
 """
 
 from collections.abc import Sequence
@@ -60,6 +61,9 @@ _ALONE, _TILED = 4.7e-6, ("mxfp4", "nvfp4")
 _SINGLE_ROWS, _HOPPER_PROCESSORS = 1.2e-6, 132
 _FP8_CACHES = 13e-6  # likewise of attention over FP8 caches
 _NORMED = 23.5e-6  # likewise where what attention and the feed-forward give is normed before it is added
+# Seconds of a product in FP8 more where cuBLAS multiplies, for rows are rounded before, and normed by a kernel of their
+# own. With a scale a row: what scales a block take is in what layers of such experts do.
+_ROUNDED = 12e-6
 
 # Gated delta nets: seconds of one, and the share of the copy rate that states are read and written at; of one row a
 # slot, mostly read alone, and of more, which first absorb those of the step before.
@@ -137,7 +141,8 @@ def predict_parts(config: EngineConfig, gpu: PublishedGPU, parts: Sequence[PartW
     products = sum(_joined(part.products, stream) for part in parts) + sum(read) + multiplied
     attention = sum(part.attention.seconds(stream) + _states_read(part) / rates.copy for part in parts)
     latency = sum(part.layers * _layer_latency(config, gpu, part) + _nets_latency(part) for part in parts)
-    latency += sum(_CONTEXT for part in parts if part.layers == 0) + sum(_NORMED * part.normed for part in parts)
+    latency += sum(_CONTEXT for part in parts if part.layers == 0)
+    latency += sum(_NORMED * part.normed + _ROUNDED * part.rounded for part in parts)
     by_rows = sum(part.layers * part.rows * part.hidden_size / _ROW_SIZE * _ROW for part in parts) / config.tp
     sums = sum(part.sums * sum_seconds(sum_bytes(config, part), config.tp, gpu) for part in parts)
     shares: dict[Limit, float] = {

@@ -53,11 +53,15 @@ class Norm:
     adds_one: bool = False  # it multiplies by one more than its weight: BF16 rows, and a BF16 weight of the product
 
 
+def fits_skinny(rows: int, outputs: int, inputs: int, item: int) -> bool:
+    """Whether `skinny_gemm` has so many rows, and lines of so many inputs of `item` bytes each."""
+    return rows <= SKINNY_ROWS and inputs * item % 128 == 0 and outputs % 16 == 0
+
+
 def takes_skinny(x: Tensor, weight: Tensor) -> bool:
     """Whether `skinny_gemm` multiplies x [..., I] and weight [O, I], on x's GPU."""
     outputs, inputs = weight.shape
-    line = inputs * weight.element_size()
-    fits = x.numel() <= SKINNY_ROWS * inputs and line % 128 == 0 and outputs % 16 == 0
+    fits = fits_skinny(x.numel() // x.shape[-1], outputs, inputs, weight.element_size())
     return fits and x.dtype in HALVES and torch.cuda.get_device_capability(x.device)[0] in SKINNY_GPUS
 
 
