@@ -60,13 +60,14 @@ RECORDS = {
     "steps-h200/qwen3-coder-30b-a3b": (MIXTURE_ERROR_BOUND, 0.06),
     "steps-h200/qwen3.5-35b-a3b": (MIXTURE_ERROR_BOUND, 0.06),
     "steps-h200/qwen3-coder-next-fp8": (MIXTURE_ERROR_BOUND, 0.06),
+    "delta-nets-steps-h200/qwen3.5-27b-fp16-1": (ERROR_BOUND, 0.05),
+    "delta-nets-steps-h200/qwen3.5-27b-fp16-2": (ERROR_BOUND, 0.05),
+    "delta-nets-steps-h200/qwen3.5-35b-a3b-fp16-1": (MIXTURE_ERROR_BOUND, 0.06),
+    "delta-nets-steps-h200/qwen3.5-35b-a3b-fp16-2": (MIXTURE_ERROR_BOUND, 0.06),
     "steps-h200/gemma-4-31b": (ERROR_BOUND, 0.05),
     "steps-h200/gemma-4-26b-a4b": (MIXTURE_ERROR_BOUND, 0.06),
     "steps-h100/since-qwen3-8b": (ERROR_BOUND, 0.05),
     "steps-h100/any-width-since-qwen3-4b": (ERROR_BOUND, 0.05),
-    "steps-h100/any-width-since-qwen3.5-27b": (ERROR_BOUND, 0.05),
-    "steps-h100/any-width-since-qwen3.5-35b-a3b": (MIXTURE_ERROR_BOUND, 0.06),
-    "steps-h100/since-shared-groups-qwen3-coder-next-fp8": (MIXTURE_ERROR_BOUND, 0.06),
     "router-h100/since-qwen3-coder-30b-a3b": (MIXTURE_ERROR_BOUND, 0.06),
     "step-minimax-m2.5-fp8-h100": (MIXTURE_ERROR_BOUND, 0.06),
     "step-qwen3-8b-light-h200": (ERROR_BOUND, 0.05),
@@ -80,12 +81,6 @@ BEFORE_PRODUCTS_OF_ANY_WIDTH = {
     "router-h100/since-qwen3-coder-30b-a3b",
     "step-qwen3-8b-light-h200",
 }
-#: Timed when steps of single rows wrote the states of gated delta nets each time: likewise.
-BEFORE_STATES_WERE_READ_ALONE = {
-    "steps-h100/any-width-since-qwen3.5-27b",
-    "steps-h100/any-width-since-qwen3.5-35b-a3b",
-    "steps-h100/since-shared-groups-qwen3-coder-next-fp8",
-}
 #: Timed when a kernel of its own chose few rows' experts: likewise.
 BEFORE_BLOCKS_CHOSE = {"router-h100/since-qwen3-coder-30b-a3b"}
 #: Timed when one row a slot was appended before it attended: likewise.
@@ -97,6 +92,13 @@ BEFORE_SINGLE_ROWS = {
     "step-minimax-m2.5-fp8-h100",
     "step-qwen3-8b-light-h200",
 }
+#: Timed on an H100, where none was timed since, before states of gated delta nets were read alone and their kernels
+#: prepared blocks and multiplied in FP16's parts. None is within a bound.
+OLDER_RECORDS = (
+    "steps-h100/any-width-since-qwen3.5-27b",
+    "steps-h100/any-width-since-qwen3.5-35b-a3b",
+    "steps-h100/since-shared-groups-qwen3-coder-next-fp8",
+)
 DRAFTING = {"plain": Drafting.OFF, "context only": Drafting.CONTEXT, "drafted": Drafting.BLOCK}
 
 
@@ -106,9 +108,8 @@ def tensor_parallel_rows():
     return [row for row in rows if row[0].isdigit()]
 
 
-@pytest.mark.parametrize("name", RECORDS)
-def test_predicted_steps_are_within_the_stated_bound_of_those_measured(name):
-    record = json.loads((RESULTS / f"{name}.json").read_text())
+def predicted_errors(record):
+    """The error of each predicted step of a record, by its arm, slots and rows."""
     words, gpu = record["command"].split(), GPUS["h100" if "H100" in record["machine"]["gpu"] else "h200"]
     layers = {"layers": int(words[words.index("--layers") + 1])} if "--layers" in words else {}
     engine = config(record["shape"], tp=record["config"]["tp"], **layers)
@@ -116,7 +117,7 @@ def test_predicted_steps_are_within_the_stated_bound_of_those_measured(name):
     models = {"target": DecoderConfig, "drafter": DrafterConfig}
     changes = {role: kind.model_validate(record[role]) for role, kind in models.items()}
     changes["kv"] = "fp8" if "--kv fp8" in record["command"] else None
-    count, errors, older = StepCount(engine.model_copy(update=changes), gpu), {}, set()
+    count, errors = StepCount(engine.model_copy(update=changes), gpu), {}
     for row in record["rows"]:
         arm = row["arm"], row["batch"], row["rows"]
         drafting = DRAFTING[row["arm"]]
@@ -126,11 +127,16 @@ def test_predicted_steps_are_within_the_stated_bound_of_those_measured(name):
             sum(getattr(part.total, kind) for part in count.parts(drafting, *arm[1:], row["cache_length"]))
             for kind in ("bytes", "flops")
         )
-        if row["rows"] == 1 and name in BEFORE_STATES_WERE_READ_ALONE:
-            assert bytes_ < row["bytes"] and flops == row["flops"] and errors[arm] < 0
-            older.add(arm)
-        else:
-            assert (bytes_, flops) == (row["bytes"], row["flops"])
+        # Single rows wrote the states of gated delta nets each time when some of these were timed on an H100.
+        wrote = row["rows"] == 1 and gpu.name == "h100" and record["target"].get("delta") is not None
+        assert (bytes_ < row["bytes"] if wrote else bytes_ == row["bytes"]) and flops == row["flops"]
+    return errors
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_predicted_steps_are_within_the_stated_bound_of_those_measured(name):
+    record = json.loads((RESULTS / f"{name}.json").read_text())
+    words, errors = record["command"].split(), predicted_errors(record)
     batches = set(map(int, words[words.index("--batch") + 1].split(","))) if "--batch" in words else {1, 8, 32}
     assert {(arm, batch) for arm, batch, _ in errors} >= {(a, b) for a in ("plain", "drafted") for b in batches}
     slower = {arm for arm in errors if 16 < arm[1] * arm[2] <= 128} if name in BEFORE_PRODUCTS_OF_ANY_WIDTH else set()
@@ -138,8 +144,14 @@ def test_predicted_steps_are_within_the_stated_bound_of_those_measured(name):
     if name in BEFORE_SINGLE_ROWS:
         slower |= {arm for arm in errors if arm[2] == 1 and arm[1] * record["target"]["kv_heads"] <= 132}
     bound, most = RECORDS[name]
-    assert max(abs(error) for arm, error in errors.items() if arm not in slower | older) <= bound <= most, errors
+    assert max(abs(error) for arm, error in errors.items() if arm not in slower) <= bound <= most, errors
     assert all(-0.12 < errors[arm] < bound for arm in slower), errors
+
+
+@pytest.mark.parametrize("name", OLDER_RECORDS)
+def test_steps_by_older_kernels_took_up_to_an_eighth_longer_than_is_predicted(name):
+    errors = predicted_errors(json.loads((RESULTS / f"{name}.json").read_text()))
+    assert all(1 / 1.125 - 1 < error < 0 for error in errors.values()), errors
 
 
 @pytest.mark.parametrize(("record", "few", "many"), [("qwen3-8b", 0, 23), ("gpt-oss-20b", 19, 35)])

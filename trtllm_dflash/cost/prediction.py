@@ -8,9 +8,9 @@
 
 The constants were fitted to captured steps at batch 1, 8 and 32, plain and drafted, of dense models and of mixtures on
 an H200 and an H100, all at once and so that the largest error is the least: `RECORDS` in tests/test_plan.py lists them.
-They say what steps take, not what each kernel would alone. Later, with the others held, rounded rows were fitted to
-steps of drafters in FP8. Those of sums were fitted to sums alone, and the latency of layers over ranks to steps on two
-and four GPUs (tensor-parallel-h200.md).
+They say what steps take, not what each kernel would alone. Later, with the others held, gated delta nets of several
+rows were fitted to steps by today's kernels, and rounded rows to steps of drafters in FP8. Those of sums were fitted to
+sums alone, and the latency of layers over ranks to steps on two and four GPUs (tensor-parallel-h200.md).
 """
 
 from collections.abc import Sequence
@@ -66,9 +66,10 @@ _NORMED = 23.5e-6  # likewise where what attention and the feed-forward give is 
 _ROUNDED = 12e-6
 
 # Gated delta nets: seconds of one, and the share of the copy rate that states are read and written at; of one row a
-# slot, mostly read alone, and of more, which first absorb those of the step before.
-_NET, _NET_OF_MANY = 1.62e-6, 21.1e-6
-_STATES, _STATES_OF_MANY = 1.34, 0.528
+# slot, mostly read alone, and of more, which first absorb those of the step before. The latter's share is that of nets
+# alone, from one slot to 32 (benchmarks/results/README.md).
+_NET, _NET_OF_MANY = 1.62e-6, 16.8e-6
+_STATES, _STATES_OF_MANY = 1.34, 0.75
 
 # Of a slot's rows, the exponent of how many choose experts as if each did so by itself: the rows of one text are alike.
 _APART = 0.959
