@@ -25,7 +25,8 @@ def operating_lines(plan: OperatingPlan) -> list[Table | str]:
         f"fastest, one user on each engine, tokens/s: {fastest}",
         *said,
         *too_large,
-        f"Predicted: steps of H200s were within {plan.error_bound:.0%}; those of other GPUs have not been compared.",
+        f"Predicted: steps of H200s were within {plan.error_bound:.0%}, but as is said below; of other GPUs only those "
+        "of an H100 have been compared.",
         *plan.assumptions,
     ]
 
