@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from trtllm_dflash.engine.paging import Paging
-from trtllm_dflash.runtime.pages import MIN_COPIED_ROWS, LinearPages, Pages
+from trtllm_dflash.runtime.pages import MIN_COPIED_ROWS, LinearPages, Node, Pages
 
 ROWS = 20
 #: Texts that prompts begin with; the first three begin alike.
@@ -381,6 +381,33 @@ def test_a_sequence_that_needs_every_page_gets_them_all():
     assert lease.copy is None
 
 
+class Counted(list):
+    """A prompt's tokens, and how many pieces of them were compared."""
+
+    pieces = 0
+
+    def __getitem__(self, place):
+        self.pieces += isinstance(place, slice)
+        return super().__getitem__(place)
+
+
+@pytest.mark.parametrize("kept", [100, 1_000])
+def test_of_many_pages_that_begin_alike_the_newest_are_compared_and_one_is_forgotten_at_once(kept, monkeypatch):
+    pages, head = Pages(Paging(kept + 2, 64, 2)), list(range(20))
+    for i in range(kept):
+        pages.release(written(pages, [*head, *[1_000 + i] * 30]))
+    prompt = Counted([*head, *[1_000 + kept - 1] * 25, 7])
+    lease = pages.admit(prompt, True, 60)
+    assert lease.rows == 45
+    assert prompt.pieces < 80  # of 64 pages at most, and a few of the best one
+    pages.copied(lease)
+    pages.record(lease, prompt[45:], len(prompt))
+    passed = []
+    monkeypatch.setattr(Node, "__eq__", lambda node, other: passed.append(other) or node is other)
+    pages.forget(lease)
+    assert not passed
+
+
 def test_copies_wait_for_no_one_and_lose_nothing():
     pages = Pages(Paging(3, 64, 3))
     first = written(pages, list(range(50)))
@@ -419,6 +446,14 @@ def test_a_slot_goes_on_from_its_own_rows_and_else_copies_another_s():
     pages.release(copied)
     few = pages.admit_to(0, [0, 1, 2, 99], True)
     assert (few.rows, few.copy) == (3, None)
+
+
+def test_of_many_slots_that_begin_alike_the_oldest_is_found_too():
+    pages, head = linear(200), list(range(20))
+    for slot in range(200):
+        pages.release(read(pages, slot, [*head, *[1_000 + slot] * 30]))
+    lease = pages.admit_to(199, [*head, *[1_000] * 30, 7], True)
+    assert (lease.rows, lease.copy) == (50, (0, 199, 50))
 
 
 def test_a_slot_is_not_given_while_rows_are_to_be_copied_from_it():

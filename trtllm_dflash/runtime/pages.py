@@ -8,6 +8,7 @@ sequence that a page was given to writes to it, behind the rows that the tree kn
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeAlias
 
 from trtllm_dflash.engine.paging import Paging
@@ -32,7 +33,7 @@ class Node:
         released: the time of its last release, in changes of all pages.
         key: its first tokens, by which its parent finds it; None while it has fewer.
         full: full pages after it, by their tokens, and whether the drafter's caches have them all.
-        begun: pages after it by their keys.
+        begun: pages after it by their keys, the newest last.
     """
 
     __slots__ = ("begun", "children", "drafter_rows", "full", "key", "page", "parent", "refs", "released", "tokens")
@@ -47,7 +48,7 @@ class Node:
         self.released = 0
         self.key: tuple[int, ...] | None = None
         self.full: dict[tuple[tuple[int, ...], bool], Node] = {}
-        self.begun: dict[tuple[int, ...], list[Node]] = {}
+        self.begun: dict[tuple[int, ...], dict[Node, None]] = {}
 
 
 @dataclass(eq=False, slots=True)
@@ -226,7 +227,10 @@ class Pages:
     # -- finding -----------------------------------------------------------------------------------------------------
 
     def _longest_prefix(self, ids: list[int], drafts: bool) -> tuple[list[Node], Node | None, int]:
-        """Finds full pages that a prompt begins with, and the page that shares most rows after them: their number."""
+        """Finds full pages that a prompt begins with, and the page that shares most rows after them: their number.
+
+        Of pages that begin alike, as many are compared as a page has rows: the newest.
+        """
         node, nodes, at = self._root, [], 0
         most = len(ids) - 1
         while at + self.rows <= most:
@@ -243,7 +247,10 @@ class Pages:
             del nodes[self.windows.seen_prefix([node.page for node in nodes]) :]
             node, at = nodes[-1] if nodes else self._root, len(nodes) * self.rows
         best, rows = None, MIN_COPIED_ROWS - 1
-        for child in node.begun.get(tuple(ids[at : at + MIN_COPIED_ROWS]), ()):
+        begun = node.begun.get(tuple(ids[at : at + MIN_COPIED_ROWS]), {})
+        # Thousands may begin with a template's words. An older one would save less than a page's rows more, so that the
+        # larger a page is the more are compared: where a slot has one page, all of them.
+        for child in islice(reversed(begun), self.rows):
             if self.windows is not None and not self.windows.has(child.page):
                 continue
             # Not a whole page: it would be full before a step has written to it, and never come into the tree.
@@ -284,7 +291,7 @@ class Pages:
             parent.children += 1
         if node.key is None and len(node.tokens) >= MIN_COPIED_ROWS:
             node.key = tuple(node.tokens[:MIN_COPIED_ROWS])
-            parent.begun.setdefault(node.key, []).append(node)
+            parent.begun.setdefault(node.key, {})[node] = None
 
     def _find_or_add(self, node: Node, seen: bool) -> Node:
         """Adds a page to the full ones; where there is such a page, gives it back and refers to that one instead.
@@ -317,7 +324,7 @@ class Pages:
         node.parent = None
         if node.key is not None:
             begun = parent.begun[node.key]
-            begun.remove(node)
+            del begun[node]
             if not begun:
                 del parent.begun[node.key]
             node.key = None
