@@ -19,6 +19,7 @@ from trtllm_dflash.runtime.intake import Intake
 from trtllm_dflash.runtime.prefill_budget import FixedPrefillBudget
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.text.grammar import _TERM, Grammar, Grammars, Plan
+from trtllm_dflash.text.lookahead import Lookahead
 from trtllm_dflash.text.reply.held_schema import FORMATS, held
 
 
@@ -219,7 +220,7 @@ def test_a_grammar_that_cannot_be_followed_ends_its_reply_alone(loaded, replies,
         return real_plan(self, drafts, *more)
 
     def write(self, *where):
-        fails(self.matcher.func.__self__, "written")
+        fails(self.left_open.__self__, "written")
         real_write(self, *where)
 
     def accept(self, token):
@@ -342,13 +343,19 @@ class Full:
 
     _went_on = False
 
-    def consume_token(self, token):
-        self._went_on = True
+    def deep_copy(self):
+        return Full()
 
-    consume_tokens = consume_token
+    def consume_tokens(self, tokens):
+        self._went_on = True
 
     def is_error(self):
         return self._went_on
+
+    is_stopped = is_error
+
+    def compute_ff_bytes(self):
+        return b""
 
     def get_error(self):
         return "too many items<state>"
@@ -360,7 +367,7 @@ class Full:
 def test_a_token_of_a_row_that_was_left_open_is_a_fault_of_the_grammar(grammars, tiny):
     grammar = grammars.compile("regex", "x+")
     (right,), (wrong,) = tiny.codec.encode_words("x"), tiny.codec.encode_words("a")
-    assert len(replace(grammar.plan([right]), matcher=Full).masks) == 2 * tiny.config.target.vocab_size // 8
+    assert len(replace(grammar.plan([right]), ahead=Lookahead(Full())).masks) == 2 * tiny.config.target.vocab_size // 8
     with pytest.raises(RequestError, match=r"structured: cannot be followed: too many items$"):
         grammar.accept(wrong)
 

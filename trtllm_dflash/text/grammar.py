@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from ctypes import addressof, c_uint32, memset
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,6 +16,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from trtllm_dflash.errors import ReplyError, RequestError
+from trtllm_dflash.text.lookahead import Lookahead
 from trtllm_dflash.text.reply.held_schema import LONGEST, held, inner_schemas
 from trtllm_dflash.text.reply.json_space import OBJECT_SPACE, SCHEMA_SPACE, as_object
 from trtllm_dflash.text.reply.schema_parts import SHARED
@@ -57,7 +57,8 @@ class Plan:
     is_completed: bool
     width: int
     end_ids: frozenset[int] = field(compare=False)
-    matcher: Callable[[], LLMatcher] = field(compare=False)  # makes one that stands before the drafts
+    ahead: Lookahead = field(compare=False)
+    behind: Sequence[int] = field(compare=False)  # tokens of the reply that the drafts stand behind
     left_open: Callable[[str], None] = field(compare=False)  # told why rows may choose what the grammar forbids
 
     @property
@@ -76,24 +77,23 @@ class Plan:
         Raises:
             RequestError: it grew so before any draft.
         """
+        size, known = 4 * self.width, min(rows, 1 + len(self.drafts))
+        if known > 1 and self.drafts[known - 2] in self.end_ids:
+            known -= 1
+        allow_all(address + known * size, rows - known, self.width)
+        problems: dict[int, str] = {}
         # Row by row, by this thread: a pool takes longer to wake than a few slots' masks to be made.
-        size, matcher = 4 * self.width, self.matcher()
-        for row in range(rows):
-            if 0 < row <= len(self.drafts):
-                matcher.consume_token(self.drafts[row - 1])
-                if matcher.is_error():  # of what its mask has made grow; one that made none is no nearer its limit
-                    matcher = self.matcher()
-                    matcher.consume_tokens(self.drafts[:row])
-            if row > len(self.drafts) or (row and self.drafts[row - 1] in self.end_ids):
-                allow_all(address + row * size, rows - row, self.width)
-                return
+        for row in reversed(range(known)) if self.ahead.rolls_back else range(known):
+            matcher = self.ahead.behind([*self.behind, *self.drafts[:row]])
             if not matcher.is_error():
-                matcher.unsafe_compute_mask_ptr(address + row * size, size)
+                self.ahead.write_mask(address + row * size, size)
             if matcher.is_error():
-                if not row:
-                    raise _too_complex(_problem(matcher))
-                self.left_open(_problem(matcher))
+                problems[row] = _problem(matcher)
                 self._forbid_ends(address + row * size)
+        if 0 in problems:
+            raise _too_complex(problems[0])
+        if problems:
+            self.left_open(problems[max(problems)])
 
     def _forbid_ends(self, address: int) -> None:
         """Writes the mask of a row that may choose all but an end."""
@@ -118,6 +118,7 @@ class Grammar:
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, end_ids: frozenset[int], words: int) -> None:
         self._matcher = matcher
+        self._ahead = Lookahead(matcher)
         self._tokenizer = tokenizer
         self._end_ids = end_ids
         self._allowed = math.inf  # drafts of the last step before the first one that is forbidden
@@ -132,7 +133,10 @@ class Grammar:
             ReplyError: it is not allowed there.
             RequestError: the grammar grew too complex to follow, or to choose this token by it.
         """
-        if token in self._end_ids or self._matcher.consume_token(token):
+        if token in self._end_ids:
+            return
+        if self._matcher.consume_token(token):
+            self._ahead.accept(token)
             return
         problem = _problem(self._matcher)
         if _NOT_ALLOWED in problem and self._opened is None:
@@ -155,8 +159,8 @@ class Grammar:
             raise _too_complex(_problem(self._matcher))
         if not self._end_ids.isdisjoint(behind):
             return None
-        # Of its own: an error is for good, and drafts may be wrong.
-        ahead = self._copy(behind) if drafts or behind else self._matcher
+        # Not the reply's own: an error is for good, and drafts may be wrong.
+        ahead = self._ahead.behind(behind) if drafts or behind else self._matcher
         if ahead.is_error():
             raise _too_complex(_problem(ahead))
         taken = _until_end(drafts[: ahead.validate_tokens(drafts)], self._end_ids) if drafts else []
@@ -164,27 +168,18 @@ class Grammar:
         if behind:
             self.strays += ((len(behind) > self._allowed) - self.strays) / _STRAY_STEPS
         self._allowed = len(taken) if is_cut else math.inf
-        completed = self._completed(self._copy(behind), taken, drafts) if is_cut and complete else taken
+        completed = self._completed(behind, taken, drafts) if is_cut and complete else taken
         return Plan(
-            completed, completed != taken, self.width, self._end_ids, partial(self._copy, behind), self._leave_open
+            completed, completed != taken, self.width, self._end_ids, self._ahead, tuple(behind), self._leave_open
         )
 
     def _leave_open(self, problem: str) -> None:
         self._opened = problem
 
-    def _copy(self, behind: Sequence[int]) -> LLMatcher:
-        """Makes a matcher that stands behind tokens that the reply goes on with."""
-        matcher = self._matcher.deep_copy()
-        if behind:
-            matcher.consume_tokens(behind)
-        return matcher
-
-    def _completed(self, ahead: LLMatcher, taken: list[int], drafts: list[int]) -> list[int]:
+    def _completed(self, behind: Sequence[int], taken: list[int], drafts: list[int]) -> list[int]:
         """Completes the drafts that are allowed by what must or may well stand behind them, and by further drafts."""
-        done = 0  # tokens that `ahead` has consumed
-        while len(taken) < len(drafts):
-            ahead.consume_tokens(taken[done:])
-            done = len(taken)
+        while (done := len(taken)) < len(drafts):
+            ahead = self._ahead.behind([*behind, *taken])
             if ahead.is_stopped():
                 return taken + sorted(self._end_ids)[:1]
             # Bytes may be forced where tokens are not, for longer tokens begin with them too: a likely guess.
