@@ -229,6 +229,30 @@ def test_an_engine_that_fails_every_step_is_given_up(llm, monkeypatch, kind):
     service.close()
 
 
+@pytest.mark.parametrize("form", [{}, {"structured": Structured(kind="regex", value="[a-z ]{50,200}")}])
+def test_a_step_that_cannot_be_read_fails_no_request_of_the_next_one(llm, monkeypatch, form):
+    """Whose grammars look at what that step gave."""
+    scheduler, run = Scheduler(llm.session, ahead=1), llm.session.run
+    failing = llm.intake.sequence([5, 6, 7], SamplingParams(max_tokens=40, ignore_eos=not form, **form))
+    scheduler.submit(failing)
+    for _ in range(3):
+        scheduler.step()
+
+    def unread(step):
+        outcome = run(step)
+        monkeypatch.setattr(outcome, "packed", lambda: 1 / 0)
+        return outcome
+
+    with monkeypatch.context() as once:
+        once.setattr(llm.session, "run", unread)
+        scheduler.step()
+    other = llm.intake.sequence([8, 9, 10], SamplingParams(max_tokens=5, ignore_eos=True))
+    scheduler.submit(other)
+    while scheduler.busy:
+        scheduler.step()
+    assert "division by zero" in str(failing.error) and other.completion().finish_reason == "length"
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_requests_at_fault_do_not_end_the_service(llm, service, monkeypatch, ranks):
     def plan(self, drafts, behind=(), complete=True):

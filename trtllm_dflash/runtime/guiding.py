@@ -125,12 +125,17 @@ def _plans(
     Waits for these steps, and leaves it to the scheduler to take their tokens.
 
     Args:
-        errors: gets those of grammars that cannot be followed, which have no plans.
+        errors: gets those of grammars that cannot be followed, and of steps that cannot be read: these have no plans.
         complete: as in `Grammar.plan`.
     """
     behind: dict[Stay, list[int]] = {stay: [] for stay in stays[:decoding]}
     for launched in under_way:
-        for place, (stay, ids) in enumerate(zip(launched.stays, launched.outcome.read(), strict=True)):
+        try:
+            read = launched.outcome.read()
+        except Exception as error:  # the scheduler meets it, too, and ends those whose step it is: they alone
+            errors |= {stay: fault_of("step", error) for stay in launched.stays if stay in behind}
+            continue
+        for place, (stay, ids) in enumerate(zip(launched.stays, read, strict=True)):
             if stay in behind:
                 decoded = place < len(launched.batch.stays)
                 # Of its prompt, the last piece alone gives a token.
@@ -141,7 +146,7 @@ def _plans(
     for stay, guide in zip(stays, guides, strict=True):
         own = drafts.get(guide.slot, [])[: guide.own]
         try:
-            plans.append(_grammar(stay).plan(own, behind.get(stay, []), complete))
+            plans.append(None if stay in errors else _grammar(stay).plan(own, behind.get(stay, []), complete))
         except Exception as error:
             errors[stay] = fault_of("grammar", error)
             plans.append(None)
