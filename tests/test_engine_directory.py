@@ -353,6 +353,14 @@ def test_a_family_of_a_later_release_is_named(engine):
     )
 
 
+def test_ranks_that_heads_cannot_be_divided_among_are_refused(engine):
+    edit_config(engine, lambda config: config.update(tp=7))
+    line = f"{engine / 'config.json'}: 2 units cannot be divided among 7 ranks; build the engine again"
+    assert load_refusal(engine) == line
+    result = run("generate", "--engine", engine, "--prompt", "hello", "--device", "cpu")
+    assert (result.exit_code, result.stderr) == (1, f"error: {line}\n")
+
+
 def flip_a_byte(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

@@ -563,6 +563,19 @@ def test_a_state_directory_belongs_to_its_target_its_settings_and_one_process(tm
         pass
 
 
+def test_a_training_that_cannot_begin_leaves_no_state_directory(tmp_path):
+    folder = tmp_path / "state"
+    with pytest.raises(SettingsError, match="no data"), State.opened(folder, "a") as state:
+        state.begin("split", {})
+        raise SettingsError("no data")
+    assert not folder.exists()
+    with State.opened(folder, "a"):
+        pass
+    with pytest.raises(SettingsError), State.opened(folder, "a"):  # which was there
+        raise SettingsError("no data")
+    assert (folder / "manifest.json").exists()
+
+
 def test_a_full_disk_is_said_in_one_line_and_leaves_no_half_file(tmp_path, monkeypatch):
     def full(self: Path, *_: object, **__: object) -> int:
         raise OSError(28, "No space left on device")

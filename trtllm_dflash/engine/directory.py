@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from trtllm_dflash.engine.config import SCHEMA_VERSION, EngineConfig
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.models import FAMILIES
+from trtllm_dflash.models.weights import units_per_rank
 from trtllm_dflash.signals import holding_signals
 
 if TYPE_CHECKING:  # seconds of a process that computes nothing
@@ -195,6 +196,8 @@ def read_config(path: Path) -> EngineConfig:
         family = config.target.family
         if family not in FAMILIES:  # of a later release
             raise EngineError(f"{file}: target.family: there is no {family!r} here; build the engine again")
+        for model in filter(None, (config.target, config.drafter)):
+            units_per_rank(model.kv_heads, config.tp)
         return config
     except OSError as error:
         raise EngineError(f"{file}: cannot be read ({error.strerror})") from None

@@ -21,6 +21,7 @@ from trtllm_dflash.quantize.report import QuantizeReport, as_json, measure
 from trtllm_dflash.quantize.target import quantize_target
 from trtllm_dflash.quantize.text import Samples, check_text, read_samples
 from trtllm_dflash.session.device import pick_device
+from trtllm_dflash.session.threads import limited_threads
 from trtllm_dflash.text.tokenizer import TextCodec
 
 REPORT_FILE = "report.json"
@@ -78,7 +79,7 @@ def quantize(
     report = QuantizeReport(
         settings.format, settings.kv, len(samples.calibration), len(samples.held_back), computed_in=""
     )
-    with written_aside(output, "quantized checkpoint", replaces=force) as aside:
+    with limited_threads(folders["target"]), written_aside(output, "quantized checkpoint", replaces=force) as aside:
         made = _quantize(settings, pair, folders, roles, samples, aside, report, progress)
         measure(report, folders, made, samples.held_back, settings.max_tokens, settings.device, progress)
         for file in aside.rglob("*.safetensors"):

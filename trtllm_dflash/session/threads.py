@@ -1,6 +1,9 @@
 """The number of threads that torch computes with on the CPU."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -17,3 +20,15 @@ def limit_threads(config: EngineConfig) -> None:
     """
     if "OMP_NUM_THREADS" not in os.environ and plan_memory(config).weights < SMALL_MODEL:
         torch.set_num_threads(1)
+
+
+@contextmanager
+def limited_threads(checkpoint: Path) -> Iterator[None]:
+    """Does as `limit_threads` for the model of a checkpoint, until it is left."""
+    threads, weights = torch.get_num_threads(), sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    if "OMP_NUM_THREADS" not in os.environ and weights < SMALL_MODEL:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

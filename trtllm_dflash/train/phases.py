@@ -31,6 +31,7 @@ from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.ops.draft_tree import TREE_SIZES, draft_tree, listed_nodes
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.session.device import pick_device
+from trtllm_dflash.session.threads import limited_threads
 from trtllm_dflash.signals import holding_signals
 from trtllm_dflash.text.tokenizer import TextCodec
 from trtllm_dflash.train.documents import Document
@@ -160,7 +161,8 @@ class Training:
         if not self.state.begin("regenerate", chosen):
             return
         began, skipped = time.perf_counter(), dict[str, int]()
-        with self.engine(self.settings.start, self.settings.max_batch) as llm:
+        folder = self.pair.target_folder.path
+        with limited_threads(folder), self.engine(self.settings.start, self.settings.max_batch) as llm:
             for name in (HELD_OUT, TRAINING):
                 skipped[name] = self._regenerate(llm, name)
         tokens = {}
@@ -317,7 +319,8 @@ class Training:
 
     def _decode(self, held_out: list[Document]) -> dict[str, Any]:
         """Decodes the held-out prompts with the exported drafter."""
-        with self.engine(str(self.state.folder / ZLAB), self.settings.max_batch) as llm:
+        folder, drafter = self.pair.target_folder.path, str(self.state.folder / ZLAB)
+        with limited_threads(folder), self.engine(drafter, self.settings.max_batch) as llm:
             prompts = [list(document.token_ids[: document.prompt]) for document in held_out]
             self.progress("decoding", 0, 1)
             replies = llm.generate(list(prompts), self._sampling(0.0))

@@ -62,6 +62,7 @@ class State:
                 raise SettingsError(f"--output {folder}: is a file; name a folder")
             if folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).is_file():
                 raise SettingsError(f"--output {folder}: is no state directory of a training; use another folder")
+            is_new = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             with held(folder, "training"):
                 manifest = _read_manifest(folder) or Manifest(target=target)
@@ -72,7 +73,12 @@ class State:
                     )
                 state = cls(folder, manifest)
                 state._write_manifest()
-                yield state
+                try:
+                    yield state
+                except BaseException:
+                    if is_new and {entry.name for entry in folder.iterdir()} == {MANIFEST}:
+                        shutil.rmtree(folder)  # there is nothing to go on from
+                    raise
 
     def begin(self, name: str, settings: Mapping[str, Any], at_once: bool = False) -> bool:
         """Begins a phase, or goes on with it; returns False where it is done already.
