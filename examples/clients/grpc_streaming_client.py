@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from tritonclient.grpc import InferenceServerClient, InferInput
+from tritonclient.utils import InferenceServerException
 
 QUESTION = "Eva is 5 times as old as Isaac, who is 6. Ivan is 8 years older than Eva. How old are the three together?"
 PROMPT = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
@@ -35,6 +36,10 @@ responses: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
 drafted = accepted = 0
 
 with InferenceServerClient(arguments.url) as client:
+    try:
+        client.is_server_live()  # says why there is none, which a stream may not
+    except InferenceServerException as error:
+        raise SystemExit(f"error: {arguments.url}: {error}") from None
     client.start_stream(lambda result, error: responses.put((result, error)))
     client.async_stream_infer("ensemble", inputs)
     finished = ""

@@ -2,7 +2,7 @@
 
 import argparse
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 QUESTION = "Eva is 5 times as old as Isaac, who is 6. Ivan is 8 years older than Eva. How old are the three together?"
 
@@ -14,14 +14,17 @@ parser.add_argument("--max-tokens", type=int, default=128)
 arguments = parser.parse_args()
 
 client = OpenAI(base_url=arguments.url, api_key=arguments.api_key)
-stream = client.chat.completions.create(
-    model=client.models.list().data[0].id,
-    messages=[{"role": "user", "content": arguments.prompt}],
-    max_completion_tokens=arguments.max_tokens,
-    temperature=0,
-    stream=True,
-    stream_options={"include_usage": True},
-)
+try:
+    stream = client.chat.completions.create(
+        model=client.models.list().data[0].id,
+        messages=[{"role": "user", "content": arguments.prompt}],
+        max_completion_tokens=arguments.max_tokens,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+except OpenAIError as error:
+    raise SystemExit(f"error: {arguments.url}: {error.__cause__ or error}") from None
 for chunk in stream:
     if chunk.choices:
         print(chunk.choices[0].delta.content or "", end="", flush=True)

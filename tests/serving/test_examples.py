@@ -65,3 +65,12 @@ def test_curl(server, expected):
     assert "".join(event["text_output"] for event in events) == expected.text
     assert events[-1]["total_accepted_draft_tokens"] == expected.accepted_tokens
     assert events[-1]["total_draft_tokens"] == expected.drafted_tokens
+
+
+@pytest.mark.parametrize("script", ["grpc_client.py", "grpc_streaming_client.py", "openai_client.py"])
+def test_without_a_server_a_client_says_so_in_one_line(script):
+    url = "http://127.0.0.1:9/v1" if script == "openai_client.py" else "127.0.0.1:9"
+    done = subprocess.run([sys.executable, CLIENTS / script, "--url", url], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"error: {url}: ") and done.stderr.endswith("Connection refused\n")
+    assert done.stderr.count("\n") == 1
