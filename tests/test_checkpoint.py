@@ -155,6 +155,14 @@ def test_a_missing_or_wrong_setting_is_named(tmp_path):
     assert "'hidden_size' is missing" in refusal(edit_config(tmp_path, lambda config: config.pop("hidden_size")))
 
 
+@pytest.mark.parametrize("value", ["eight", 0])
+@pytest.mark.parametrize("key", ["num_hidden_layers", "max_position_embeddings"])
+def test_a_wrong_setting_is_named_as_the_file_has_it(tmp_path, key, value):
+    make_target(tmp_path)
+    message = refusal(edit_config(tmp_path, lambda config: config.update({key: value})))
+    assert f"{tmp_path}: config.json: {key}: Input should be " in message
+
+
 @pytest.mark.parametrize(
     "changes", [{"model_type": []}, {"rope_parameters": 1}, {"layer_types": 1}, {"vocab_size": "x"}]
 )
@@ -169,11 +177,11 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        *[({"rms_norm_eps": value}, "norm_eps") for value in (NAN, -1, 0)],
-        *[({"rope_parameters": {"rope_theta": value}}, "theta") for value in (NAN, -1, 0)],
+        *[({"rms_norm_eps": value}, "rms_norm_eps") for value in (NAN, -1, 0)],
+        *[({"rope_parameters": {"rope_theta": value}}, "rope_theta") for value in (NAN, -1, 0)],
         *[({"rope_parameters": {"rope_type": "linear", "factor": value}}, "factor") for value in (NAN, -1, 0)],
-        ({"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 0}}, "original_max_positions"),
-        ({"rope_parameters": {**YARN, "original_max_position_embeddings": -5}}, "original_max_positions"),
+        ({"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 0}}, "original_max_position_embeddings"),
+        ({"rope_parameters": {**YARN, "original_max_position_embeddings": -5}}, "original_max_position_embeddings"),
         ({"rope_parameters": {**YARN, "beta_fast": -1}}, "beta_fast"),
         ({"rope_parameters": {**YARN, "beta_slow": NAN}}, "beta_slow"),
     ],
@@ -534,7 +542,7 @@ def test_a_cached_part_of_a_repository_is_completed(lost, monkeypatch, tmp_path)
 def test_without_a_network_the_ways_out_are_named(monkeypatch):
     fail_with(monkeypatch, errors.LocalEntryNotFoundError("no\nnetwork"))
     message = unresolved("org/model")
-    assert "not in the Hugging Face cache" in message
+    assert "org/model is no folder here and not in the Hugging Face cache" in message
     assert "`hf download org/model`" in message
     assert "local folder" in message
 

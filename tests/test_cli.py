@@ -300,7 +300,9 @@ def test_a_target_s_repository_means_its_pair():
 def test_a_folder_is_a_target_whose_drafter_is_said(tiny, tmp_path):
     target, drafter, output = TINY / "target", TINY / "drafter", tmp_path / "engine"
     assert "say its drafter too: --drafter" in refusal("build", "--model", target)
-    assert "--drafter" in refusal("build", "--model", "org/finetuned")
+    assert "is no folder here and in no known pair, so say its drafter" in refusal("build", "--model", "org/finetuned")
+    for nowhere in "./nope", "~/nope", tmp_path / "nope":
+        assert refusal("build", "--model", nowhere) == f"error: --model {nowhere}: there is no such folder"
     line = refusal("build", "--model", target, "--target", "org/other", "--drafter", drafter)
     assert "--target org/other: --model" in line
     succeeds("build", "--model", target, "--drafter", drafter, "--precision", "fp32", "--output", output)

@@ -42,8 +42,8 @@ PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
         ],
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1, "factor": 2.0}}, "rope_theta 1"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 1e308}}, "beta_fast"),
-        ({"max_position_embeddings": 1}, "max_positions"),
-        ({"num_hidden_layers": 10**12}, "layers"),  # was listed without end
+        ({"max_position_embeddings": 1}, "max_position_embeddings"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers"),  # was listed without end
     ],
 )
 def test_a_number_that_no_target_is_computed_with_is_refused(changes, says, tmp_path):
@@ -84,7 +84,7 @@ def test_a_drafter_without_taps_and_with_layers_without_end_is_refused(tmp_path)
     target = make_target(tmp_path / "target")
     make_drafter(tmp_path / "drafter", target, tap_layers=None)
     edit_config(tmp_path / "drafter", lambda config: config.update(num_hidden_layers=10**12))
-    assert "config.json: layers: Input should be less than or equal to 1024" in pair_refusal(
+    assert "config.json: num_hidden_layers: Input should be less than or equal to 1024" in pair_refusal(
         target, tmp_path / "drafter"
     )
 

@@ -217,7 +217,7 @@ def test_sampling_depends_on_the_seed_alone(command):
     [
         ([], "give one of --prompt TEXT and --prompts FILE"),
         (["--prompt", "a", "--prompts", "b"], "give one of --prompt TEXT and --prompts FILE"),
-        (["--prompts", "/nowhere/prompts.txt"], "--prompts /nowhere/prompts.txt: cannot be read"),
+        (["--prompts", "/nowhere/a.txt"], "--prompts /nowhere/a.txt: cannot be read: No such file or directory"),
         (["--prompt", "", "--raw"], "error: --prompt: the prompt is empty"),
         (["--prompt", "word " * 2100], "the limit is 2047 (build --max-seq-len)"),
         (["--prompt", "a", "--temperature", "-1"], "--temperature -1.0: "),
@@ -234,7 +234,8 @@ def test_sampling_depends_on_the_seed_alone(command):
         (["--prompt", "a", "--device", "tpu"], "--device tpu: choose cpu, cuda or auto"),
         (["--prompt", "a", "--raw", "--system", "b"], "--system"),
         (["--prompt", "a", "--no-draft", "--draft-tree", "31"], "--draft-tree and --no-draft"),
-        (["--prompt", os.fsdecode(b"\xff")], "not valid UTF-8"),
+        (["--prompt", os.fsdecode(b"\xff")], "--prompt: is not UTF-8"),
+        (["--prompt", "a", "--system", os.fsdecode(b"\xff")], "--system: is not UTF-8"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(flags, says, command):
@@ -246,7 +247,7 @@ def test_what_is_wrong_is_said_in_one_line(flags, says, command):
     [
         (b"", "holds no prompt"),
         (b"\n \n", "holds no prompt"),
-        (b"\x89PNG\xff\x00", "cannot be read"),
+        (b"\x89PNG\xff\x00", "is not UTF-8, from byte 0 on"),
         (b'{"prompt": "a"}\n\n{"prompt": "b"\n', "line 3 is not a JSON object"),
         (b'{"prompt": 7}\n', "line 1 is not a JSON object"),
         (b'{"text": "a"}\n', "line 1 is not a JSON object"),
@@ -301,7 +302,9 @@ def test_an_empty_prompt_is_what_the_template_or_the_tokenizer_begins_with(comma
 
 
 def test_standard_input_that_is_no_text_is_refused(command):
-    assert "--prompt -" in refusal(*command, "--prompt", "-", stdin=b"\x89PNG\xff\x00")
+    line = refusal(*command, "--prompt", "-", stdin=b"\x89PNG\xff\x00")
+    assert line == "error: --prompt -: is not UTF-8, from byte 0 on"
+    assert refusal(*command, "--prompt", "-", stdin="word " * 2100).startswith("error: --prompt -: the prompt has ")
     for nothing in "", " \n":
         assert refusal(*command, "--prompt", "-", stdin=nothing) == "error: --prompt -: standard input holds no prompt"
 

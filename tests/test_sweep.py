@@ -477,6 +477,8 @@ def test_results_and_plans_that_are_nested_without_end_are_one_line(swept, tmp_p
     file = tmp_path / "file.json"
     file.write_text("[" * 100_000)
     assert "cannot be read as a sweep's results" in refusal("report", file)
+    nowhere = tmp_path / "nowhere"
+    assert refusal("report", nowhere) == f"error: {nowhere}: cannot be read: No such file or directory"
     assert "cannot be read as JSON" in refusal("report", swept[0], "--plan", file)
 
 
@@ -616,7 +618,10 @@ def test_open_loop_in_this_process(tmp_path):
             "--prompt-tokens 2000 and --output-tokens 49: the engine's --max-seq-len 2048 holds no more",
         ),
         (("--shape", "nope"), "--shape nope is not known"),
-        (("--url", "a:1", "--dataset", "/nope.jsonl"), "--dataset /nope.jsonl"),
+        (
+            ("--url", "a:1", "--dataset", "/nope.jsonl"),
+            "--dataset /nope.jsonl: cannot be read: No such file or directory",
+        ),
         (("--shape", "tiny", "--resume"), "--resume: there is no results.json"),
         *(
             (("--url", "a:1", *flags), f"{flags[-2]} inf: Input should be a finite number")

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.errors import SettingsError, why_unreadable
 
 VARIABLE = "TRTLLM_DFLASH_API_KEY"
 
@@ -24,7 +24,7 @@ def read_api_key(file: Path | None, flag: str) -> str | None:
         try:
             key = file.read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"{place}: cannot be read: {error}") from None
+            raise SettingsError(f"{place}: {why_unreadable(error)}") from None
         if not key:
             raise SettingsError(f"{place}: is empty")
     if not (key.isascii() and key.isprintable()):

@@ -66,3 +66,11 @@ class CancelledError(RequestError):
 def one_line(error: Exception) -> str:
     """Writes what a library's error says on one line."""
     return " ".join(str(error).split())
+
+
+def why_unreadable(error: Exception) -> str:
+    """Writes why a file cannot be read, without the path, which the message has, and numbers."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"is not UTF-8, from byte {error.start} on"
+    reason = error.strerror if isinstance(error, OSError) else None
+    return f"cannot be read: {reason or one_line(error)}"

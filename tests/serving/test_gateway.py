@@ -497,7 +497,9 @@ def test_a_prompt_that_is_too_long_is_refused(alone, tiny_engine):
 
 def test_a_body_that_is_too_long_is_refused_before_it_is_read(alone):
     headers = {"Authorization": "Bearer sesame"}
-    assert Reply(alone, "/v1/completions", b" " * 100_001, **headers).status == 413
+    refused = Reply(alone, "/v1/completions", b" " * 100_001, **headers)
+    assert refused.status == 413
+    assert refused.json()["error"]["message"] == "the body is longer than 100,000 bytes; that limit is fixed"
     host, port = alone.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=PATIENCE) as raw:
         # Chunked, without a length, and never ended.

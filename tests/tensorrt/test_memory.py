@@ -119,12 +119,23 @@ def test_what_does_not_fit_names_the_knobs() -> None:
 
 
 def test_too_large_a_model_asks_for_ranks_alone() -> None:
-    with pytest.raises(EngineError, match=r"more than rtx-4090 has: use --tp 2$"):
+    with pytest.raises(EngineError, match=r"more than rtx-4090 has: use --tp 2 or --precision bf16$"):
         check_fits(make_config(max_batch=1, precision="fp32"), "rtx-4090")
-    with pytest.raises(EngineError, match="use a smaller model"):
-        config = make_config(max_batch=1, tp=8)
-        larger = config.target.model_copy(update={"layers": 600})
-        check_fits(config.model_copy(update={"target": larger}), "rtx-4090")
+
+
+def test_a_model_that_no_knob_fits_asks_for_a_larger_gpu_that_has_room() -> None:
+    def advice(layers: int, **changes: Any) -> str:
+        config = make_config(max_batch=1, **changes)
+        with pytest.raises(EngineError, match="more than h100 has: use ") as error:
+            check_fits(
+                config.model_copy(update={"target": config.target.model_copy(update={"layers": layers})}), "h100"
+            )
+        return str(error.value).partition(": use ")[2]
+
+    assert advice(1700, tp=8) == "--gpu h200"
+    assert advice(1700) == "--gpu h200 --tp 8"
+    assert advice(10_000) == "a smaller model"
+    assert advice(10_000, precision="fp32") == "--precision bf16, or a smaller model"
 
 
 def test_an_unknown_gpu_lists_the_known() -> None:

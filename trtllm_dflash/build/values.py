@@ -1,5 +1,6 @@
 """Values of a build's settings: a known pair's, then those assigned by name, then flags."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import yaml
 
 from trtllm_dflash.catalog import find_entry_or_target
+from trtllm_dflash.checkpoint.hub import looks_like_a_path
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models import FAMILIES
 
@@ -46,9 +48,12 @@ def _take_as_target(model: str, values: dict[str, Any]) -> None:
     if "target" in values:
         raise SettingsError(f"--target {values['target']}: --model {model} names the target already")
     if "drafter" not in values:
+        is_folder = os.path.isdir(os.path.expanduser(model))  # False of a name that is too long, too
+        if looks_like_a_path(model) and not is_folder:
+            raise SettingsError(f"--model {model}: there is no such folder")
         raise SettingsError(
-            f"--model {model}: is in no known pair, so say its drafter too: --drafter FOLDER or NAME; or build it "
-            f"without one: --target {model}"
+            f"--model {model}: {'is' if is_folder else 'is no folder here and'} in no known pair, so say its drafter "
+            f"too: --drafter FOLDER or NAME; or build it without one: --target {model}"
         )
     values["target"] = model
 

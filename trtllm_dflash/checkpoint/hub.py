@@ -35,7 +35,7 @@ def resolve(name_or_path: str) -> Path:
             raise CheckpointError(f"{name_or_path} is a file; pass the checkpoint's folder")
     except OSError as error:  # a folder above it is closed to us, or the name is too long
         raise CheckpointError(f"{name_or_path} cannot be read ({error.strerror})") from None
-    if _looks_like_a_path(name_or_path):
+    if looks_like_a_path(name_or_path):
         raise CheckpointError(f"{name_or_path} does not exist; pass a checkpoint folder or a Hugging Face repository")
     try:
         cached = _snapshot(name_or_path, local_files_only=True)
@@ -73,7 +73,7 @@ def _download(repository: str) -> Path:
         )
     except errors.LocalEntryNotFoundError:
         message = (
-            f"{repository} is not in the Hugging Face cache, and huggingface.co is out of reach; "
+            f"{repository} is no folder here and not in the Hugging Face cache, and huggingface.co is out of reach; "
             f"run `hf download {repository}` where there is a network, or pass a local folder"
         )
     except Exception as error:  # whatever the client's HTTP library raises
@@ -97,5 +97,6 @@ def _package_folder(name: str) -> Path:
     return folder
 
 
-def _looks_like_a_path(name: str) -> bool:
+def looks_like_a_path(name: str) -> bool:
+    """Whether a checkpoint's name cannot be a repository's at Hugging Face."""
     return name.startswith((".", "~", "/")) or name.endswith("/") or name.count("/") > 1 or os.path.isabs(name)

@@ -11,7 +11,7 @@ import click
 
 from trtllm_dflash.commands.draft_tree_option import draft_tree_option
 from trtllm_dflash.commands.kernels_option import kernels_option
-from trtllm_dflash.commands.prompts import check_prompts, read_prompts
+from trtllm_dflash.commands.prompts import check_prompts, check_text, read_prompts
 from trtllm_dflash.commands.settings import flag_of, given, validated
 from trtllm_dflash.commands.terminal import progress_bar
 from trtllm_dflash.errors import RequestError, SettingsError
@@ -68,6 +68,7 @@ def generate(
     if no_draft and draft_tree is not None:
         raise SettingsError("--draft-tree and --no-draft: give one of them")
     texts = read_prompts(prompt, prompts)
+    check_text("--system", system or "")
     tp = read_config(engine).tp
     if tp > 1 and launched_rank() is None:
         if prompt == "-":
@@ -79,6 +80,7 @@ def generate(
 
     from trtllm_dflash.llm import LLM
     from trtllm_dflash.session.threads import limit_threads
+    from trtllm_dflash.text.tokenizer import MAKE_TOKENIZER
 
     limit_threads(read_config(engine))
     with progress_bar() as progress:
@@ -87,8 +89,10 @@ def generate(
         if llm.session.communicator.rank != 0:
             llm.session.follow()
             return
+        if llm.codec is None:
+            raise SettingsError(f"--engine {engine}: has no tokenizer, and generate takes texts; {MAKE_TOKENIZER}")
         asked = [_as_chat(text, system) if chat else text for text in texts]
-        check_prompts(llm.encode, asked, prompts)
+        check_prompts(llm.encode, asked, prompt, prompts)
         if prompt is not None and not as_json:
             _stream(llm, asked[0], params, not no_draft)
             return
@@ -120,7 +124,7 @@ def _stream(llm: "LLM", prompt: "Prompt", params: "SamplingParams", draft: bool)
     completion = None
     for chunk in llm.stream(prompt, params, draft):
         # echo flushes, so that each chunk is seen at once
-        click.echo(chunk.text if llm.codec else "".join(f"{token} " for token in chunk.token_ids), nl=False)
+        click.echo(chunk.text, nl=False)
         completion = chunk.completion
     assert completion is not None
     rate = len(completion.token_ids) / completion.seconds

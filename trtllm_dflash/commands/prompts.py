@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trtllm_dflash.errors import RequestError, SettingsError
+from trtllm_dflash.errors import RequestError, SettingsError, why_unreadable
 
 
 def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
@@ -22,12 +22,14 @@ def read_prompts(prompt: str | None, file: Path | None) -> list[str]:
         raise SettingsError("give one of --prompt TEXT and --prompts FILE")
     if file is None:
         assert prompt is not None
-        return [_read_standard_input() if prompt == "-" else prompt]
+        text = _read_standard_input() if prompt == "-" else prompt
+        check_text(_flag(prompt), text)
+        return [text]
     try:
         # Not splitlines: it also splits at U+2028 and the like, which stand as they are inside JSON.
         lines = [line.rstrip("\r") for line in file.read_text(encoding="utf-8-sig").split("\n")]
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--prompts {file}: cannot be read: {error}") from None
+        raise SettingsError(f"--prompts {file}: {why_unreadable(error)}") from None
     prompts = [_read_prompt_line(file, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not prompts:
         raise SettingsError(f"--prompts {file}: holds no prompt")
@@ -40,28 +42,46 @@ def _read_standard_input() -> str:
     try:
         text = sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise SettingsError(f"--prompt -: standard input is not text: {error}") from None
+        raise SettingsError(f"--prompt -: {why_unreadable(error)}") from None
     if not text.strip():  # of a pipe whose other end has failed, say
         raise SettingsError("--prompt -: standard input holds no prompt")
     return text
 
 
-def check_prompts(encode: Callable[[Any], object], prompts: Sequence[object], file: Path | None) -> None:
+def check_text(flag: str, text: str) -> None:
+    """Check that a text of the command line or of standard input is UTF-8; Python keeps other bytes in surrogates.
+
+    Raises:
+        SettingsError: it is not.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise SettingsError(f"{flag}: is not UTF-8") from None
+
+
+def check_prompts(
+    encode: Callable[[Any], object], prompts: Sequence[object], prompt: str | None, file: Path | None
+) -> None:
     """Check that an engine takes all prompts, before it replies to any.
 
     Args:
         encode: the engine's, of a prompt.
-        file: where they are from; None: the command line.
+        prompt, file: where they are from, as in `read_prompts`.
 
     Raises:
         SettingsError: it does not take one; names the flag, and which of a file's it is.
     """
-    for number, prompt in enumerate(prompts, start=1):
+    for number, each in enumerate(prompts, start=1):
         try:
-            encode(prompt)
+            encode(each)
         except RequestError as error:
-            place = "--prompt" if file is None else f"--prompts {file}: prompt {number} of {len(prompts)}"
+            place = _flag(prompt) if file is None else f"--prompts {file}: prompt {number} of {len(prompts)}"
             raise SettingsError(f"{place}: {error.reason}") from None
+
+
+def _flag(prompt: str | None) -> str:
+    return "--prompt -" if prompt == "-" else "--prompt"
 
 
 def _read_prompt_line(file: Path, number: int, line: str) -> str:

@@ -8,7 +8,7 @@ from math import ceil, prod
 
 import torch
 
-from trtllm_dflash.cost.gpus import GB, GPU, capability, find_gpu, gigabytes
+from trtllm_dflash.cost.gpus import GB, GPU, GPUS, PublishedGPU, capability, find_gpu, gigabytes
 from trtllm_dflash.cost.states import states_bytes
 from trtllm_dflash.engine.config import Backend, EngineConfig
 from trtllm_dflash.engine.ladder import PIECES, draft_lengths, shaped_kinds, step_kinds
@@ -97,19 +97,35 @@ def check_fits(config: EngineConfig, gpu: str) -> MemoryPlan:
     return plan
 
 
-def _advice(config: EngineConfig, gpu: GPU) -> str:
+def _advice(config: EngineConfig, gpu: PublishedGPU) -> str:
     """Names the knobs that would make an engine fit a GPU, each alone, with its largest value (lengths in tenths)."""
 
-    def fits(**changes: int) -> bool:
+    def fits(**changes: int | str) -> bool:
         return fits_in(gpu.usable_bytes, config.model_copy(update=changes), gpu)
 
     most = bisect_left(range(1, config.max_batch), True, key=lambda n: not fits(max_batch=n))
     tenth = -(-config.max_seq_len // 10)
     lengths = [n for n in range(config.max_seq_len - tenth, config.chunk, -tenth) if fits(max_seq_len=n)][:1]
-    ranks = [n for n in (2, 4, 8) if n > config.tp and config.target.heads % n == 0 and fits(tp=n)][:1]
+    ranks = [n for n in _more_ranks(config) if fits(tp=n)][:1]
     knobs = {"--max-batch": [most] if most else [], "--max-seq-len": lengths, "--tp": ranks}
     advice = [f"{knob} {value}" for knob, values in knobs.items() for value in values]
-    return "use " + " or ".join(advice) if advice else "use a smaller model, or --precision bf16 where it is fp32"
+    advice += ["--precision bf16"] if config.precision == "fp32" and fits(precision="bf16") else []
+    return "use " + " or ".join(advice or [_larger_gpu(config, gpu)])
+
+
+def _more_ranks(config: EngineConfig) -> list[int]:
+    return [n for n in (2, 4, 8) if n > config.tp and config.target.heads % n == 0]
+
+
+def _larger_gpu(config: EngineConfig, gpu: PublishedGPU) -> str:
+    """Names the smallest larger GPU that an engine fits, on as few of them as may be; else what is left to do."""
+    larger = [known for known in GPUS.values() if known.memory > gpu.memory and known.nvlink >= gpu.nvlink]
+    for other in sorted(larger, key=lambda known: known.memory):
+        for tp in (config.tp, *_more_ranks(config)):
+            changes = {"tp": tp, **({} if config.gpu is None else {"gpu": other.name})}
+            if fits_in(other.usable_bytes, config.model_copy(update=changes), other):
+                return f"--gpu {other.name}" + (f" --tp {tp}" if tp > config.tp else "")
+    return ("--precision bf16, or " if config.precision == "fp32" else "") + "a smaller model"
 
 
 def weight_count(config: EngineConfig) -> int:

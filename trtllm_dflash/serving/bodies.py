@@ -101,7 +101,7 @@ class Bodies:
             try:
                 await asyncio.wait_for(self._receive(request, body), self._seconds)
             except asyncio.TimeoutError:
-                message = f"the body was not there after {self._seconds:g} s (body_timeout)"
+                message = f"the body was not there after {self._seconds:g} s, which is fixed"
                 raise ApiError(408, message, code="timeout", headers={"Connection": "close"}) from None
             yield bytes(body)
         finally:
@@ -119,7 +119,7 @@ class Bodies:
                     raise _too_many()
 
     def _too_long(self) -> ApiError:
-        message = f"the body is longer than {self._most} bytes (max_body_bytes)"
+        message = f"the body is longer than {self._most:,} bytes; that limit is fixed"
         return ApiError(413, message, code="request_too_large", headers={"Connection": "close"})
 
 

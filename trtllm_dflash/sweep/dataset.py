@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.errors import SettingsError, why_unreadable
 from trtllm_dflash.pairs.prompts import PROMPTS
 
 #: Fields that hold a prompt, and whose files have them; the first that a row has counts.
@@ -100,7 +100,7 @@ def _read_file(file: Path) -> list[Sample]:
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--dataset {file}: cannot be read: {error}") from None
+        raise SettingsError(f"--dataset {file}: {why_unreadable(error)}") from None
     if text.lstrip().startswith("["):
         rows = list(enumerate(_parse(f"--dataset {file}", text), start=1))
     else:

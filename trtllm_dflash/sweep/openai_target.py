@@ -56,7 +56,7 @@ class OpenAITarget(Target):
             ) as answer:
                 status, body = answer.status, await answer.read()
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            reason = str(error) or f"nothing came in {CHECK_SECONDS:g} s"
+            reason = _without_ssl(error) or f"nothing came in {CHECK_SECONDS:g} s"
             if isinstance(error, aiohttp.ClientResponseError):
                 reason = NO_HTTP
             raise UnavailableError(f"{self._name}: no OpenAI API answers there: {reason}") from None
@@ -90,7 +90,7 @@ class OpenAITarget(Target):
                     return reply
                 await self._read_events(reply, answer)
         except (aiohttp.ClientError, OSError) as error:
-            reply.error = f"{type(error).__name__}: {error}"
+            reply.error = f"{type(error).__name__}: {_without_ssl(error)}"
         except OTHER_FORM as error:
             reply.error = f"the reply is not of OpenAI's form: {type(error).__name__}: {error}"
         return reply
@@ -152,6 +152,11 @@ class OpenAITarget(Target):
         if self._seen.server == "sglang":
             body["return_spec_tokens_details"] = True
         return body
+
+
+def _without_ssl(error: Exception) -> str:
+    """Writes what aiohttp says without the TLS settings, which it names where there is no TLS, too."""
+    return str(error).replace(" ssl:default", "")
 
 
 def _count(reply: Reply, usage: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, PositiveFloat, PositiveInt, ValidationError
 from rich.table import Table
 
 from trtllm_dflash.checkpoint.validation import first_problem
-from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.errors import SettingsError, why_unreadable
 from trtllm_dflash.sweep.pareto import Comparison, Reading, compare
 from trtllm_dflash.sweep.plots import Predicted, plot_acceptance, plot_pareto
 from trtllm_dflash.sweep.results import Results
@@ -62,7 +62,9 @@ def read_plan(file: Path) -> list[Predicted]:
         plan = _Plan.model_validate(document)
     except ValidationError as error:
         raise SettingsError(f"--plan {file}: {first_problem(error)}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--plan {file}: {why_unreadable(error)}") from None
+    except (ValueError, RecursionError) as error:
         raise SettingsError(f"--plan {file}: cannot be read as JSON: {error}") from None
     found: dict[str, list[tuple[int, float, float]]] = {}
     for point in plan.points:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from typing_extensions import Self
 
 from trtllm_dflash.checkpoint.validation import first_problem
-from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.errors import SettingsError, why_unreadable
 from trtllm_dflash.sweep.load import Arm
 from trtllm_dflash.sweep.pareto import Comparison, Measured, compare, measured
 from trtllm_dflash.sweep.summary import PERCENTILES, Point, Round, summarize
@@ -155,7 +155,9 @@ def read_results(place: Path) -> Results:
     file = place / FILE if place.is_dir() else place
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{file}: {why_unreadable(error)}") from None
+    except (ValueError, RecursionError) as error:
         raise SettingsError(f"{file}: cannot be read as a sweep's results: {error}") from None
     version = document.get("schema_version") if isinstance(document, dict) else None
     if version != SCHEMA_VERSION:

@@ -44,6 +44,12 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 
+#: What to do where there is no tokenizer.
+MAKE_TOKENIZER = (
+    "make one in the target's folder with transformers, AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR), and "
+    "build again"
+)
+
 _LONG_WORD = 8  # characters of a token, in the mean: texts whose tokens would have to be longer are counted first
 _PIECE = 1 << 16  # characters that are counted at a time
 _SEAM = 256  # tokens that a cut between two pieces may add
@@ -86,7 +92,7 @@ class TextCodec:
             with TemporaryDirectory() as converted:
                 convert(folder, Path(converted))
                 return cls.load(Path(converted), chat_arguments)
-        if not (folder / "tokenizer.json").is_file():
+        if not has_tokenizer(folder):
             return None
         try:
             tokenizer = _load(folder)
@@ -271,6 +277,11 @@ class TextCodec:
     def decode(self, ids: list[int]) -> str:
         """Decodes token ids, without special tokens but for those that mark a reply's parts."""
         return str(self._tokenizer.decode([token for token in ids if token not in self.hidden_ids]))
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder, of a checkpoint or an engine, has a tokenizer that we read."""
+    return (folder / "tokenizer.json").is_file() or needs_conversion(folder)
 
 
 def check_tokenizer(folder: Path, vocabulary: int) -> None:
