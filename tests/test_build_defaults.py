@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.checkpoints import make_target
 from tests.conftest import TINY, refusal, succeeds
 from trtllm_dflash import LLM
 from trtllm_dflash.build.defaults import choose_backend, choose_limits
@@ -142,3 +143,35 @@ def test_limits_are_explained_in_one_line():
     assert said["rtx-4090"].endswith("as many as fit a rtx-4090 (24 GB), not 64 of 16,384")
     assert said["none"].startswith("limits: 8 slots of 4,096 tokens, as no GPU's memory is known; with --gpu NAME")
     assert choose_limits(engine, asked, GPUS["b300"]).remark is None
+
+
+def test_defaults_are_said_on_one_line_with_their_reasons(monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    target = make_target(tmp_path / "target")
+
+    def said(*flags):
+        text = succeeds(
+            "build", "--target", target, *flags, "--backend", "torch", "--force", "--output", tmp_path / "e"
+        )
+        return [line.removeprefix("defaults: ") for line in text.splitlines() if line.startswith("defaults: ")]
+
+    pages = "pages of 64 tokens with our kernels, else of a whole slot"
+    monkeypatch.setattr("trtllm_dflash.build.defaults.present_gpu", lambda: None)
+    (line,) = said()
+    assert (
+        line
+        == f"fp32, as there is no GPU; 8 slots of 512 tokens (the target's most), as no GPU's memory is known; {pages}"
+    )
+    assert said("--gpu", "h200", "--max-seq-len", 64) == [f"bf16, as for a GPU; 8 slots, which fit a h200; {pages}"]
+    assert said("--precision", "bf16", "--max-batch", 2, "--max-seq-len", 64, "--page-size", 64) == []
+
+
+def test_a_target_without_a_tokenizer_is_built_with_a_word_and_generate_names_the_way_out(tmp_path):
+    engine = tmp_path / "engine"
+    way_out = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+    target = make_target(tmp_path / "target")
+    text = succeeds("build", "--target", target, "--precision", "fp32", "--output", engine)
+    assert f"no tokenizer.json in {target}: the engine takes token ids alone" in text and way_out in text
+    line = refusal("generate", "--engine", engine, "-p", "hello", "--device", "cpu")
+    assert line.startswith(f"error: --engine {engine}: has no tokenizer") and way_out in line
+    assert "no tokenizer" not in succeeds("build", "--model", "tiny", "--output", tmp_path / "tiny")

@@ -124,8 +124,8 @@ def test_building_the_same_engine_again_reuses_it(checkpoints, engine):
 def test_another_engine_at_the_output_is_replaced_only_by_force(pair, tmp_path):
     output = tmp_path / "engine"
     pair = (*pair, "--backend", "torch")
-    assert succeeds("build", *pair, "--output", output) == f"{output}: built\n"
-    assert succeeds("build", *pair, "--output", output) == f"{output}: up to date\n"
+    assert succeeds("build", *pair, "--output", output).endswith(f"{output}: built\n")
+    assert succeeds("build", *pair, "--output", output).endswith(f"{output}: up to date\n")
     before = contents(output)
     line = refusal("build", *pair, "--output", output, "--chunk", 7)
     assert str(output) in line

@@ -419,8 +419,8 @@ def test_two_ranks_decode_as_one_does(layout, ep, hybrid, tmp_path):
     ("flags", "message"),
     [
         (
-            ("--greedy", "--precision", "bf16"),
-            "is a setting of --backend tensorrt; here it is torch, since gated delta nets have kernels of ours there",
+            ("--greedy", "--precision", "bf16", "--gpu", "h200"),
+            "is a setting of --backend tensorrt; here it is torch, since it has our GPU kernels for gated delta nets",
         ),
         (("--tp", "4"), "--tp 4 does not divide the 2 key heads of its gated delta nets; possible: 1, 2"),
     ],

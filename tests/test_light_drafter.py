@@ -289,7 +289,7 @@ def test_the_same_build_is_reused_and_another_text_is_another_engine(counted, li
 def test_the_shipped_pair_has_a_text_of_its_own_and_others_must_name_one(tmp_path):
     flags = ["--model", "tiny", "--draft-vocab", 256, "--drafter-precision", "fp8"]
     output = ("--output", tmp_path / "engine")
-    assert succeeds("build", *flags, "--backend", "torch", *output) == f"{tmp_path / 'engine'}: built\n"
+    assert succeeds("build", *flags, "--backend", "torch", *output).endswith(f"{tmp_path / 'engine'}: built\n")
     target = make_target(tmp_path / "target")
     drafter = make_drafter(tmp_path / "drafter", target)
     pair = ["--target", target, "--drafter", drafter, "--output", tmp_path / "other"]

@@ -240,5 +240,5 @@ def test_a_checkpoint_that_asks_for_fp8_caches_gets_the_engine_s_in_a_plan(tmp_p
     pair, settings = open_pair(target), {"name": "a", "target": "", "max_seq_len": 64}
     plan = plan_engine(pair, BuildSettings.model_validate({**settings, "backend": "tensorrt", "gpu": "sm120"}))
     assert (plan.config.kv, plan.config.cache_dtype) == (None, torch.bfloat16)
-    assert plan.remarks == ("kv auto: the target's checkpoint asks for caches in FP8; they are in bf16",)
+    assert plan.remarks[0] == "kv auto: the target's checkpoint asks for caches in FP8; they are in bf16"
     assert plan_engine(pair, BuildSettings.model_validate(settings)).config.kv == "fp8"

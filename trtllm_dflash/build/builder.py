@@ -28,7 +28,7 @@ from trtllm_dflash.engine.directory import (
 )
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.text.tiktoken_file import convert, needs_conversion
-from trtllm_dflash.text.tokenizer import TOKENIZER_FILES
+from trtllm_dflash.text.tokenizer import MAKE_TOKENIZER, TOKENIZER_FILES, has_tokenizer
 
 
 def build(
@@ -41,8 +41,8 @@ def build(
 ) -> bool:
     """Write the engine directory `output`; return False where the same engine stands there already.
 
-    An engine that differs is replaced with `refresh`; with `force` any engine is built anew. `say` is called with the
-    precision, where we chose it.
+    An engine that differs is replaced with `refresh`; with `force` any engine is built anew. `say` is called with each
+    choice that was left to us, and where there is no tokenizer.
 
     Raises:
         DFlashError: the checkpoints, the settings or the output cannot be used; nothing is left half-written.
@@ -51,6 +51,9 @@ def build(
     plan = plan_engine(pair, settings)
     for remark in plan.remarks:
         say(remark)
+    target = pair.target_folder.path
+    if not has_tokenizer(target):
+        say(f"no tokenizer.json in {target}: the engine takes token ids alone; for texts {MAKE_TOKENIZER}")
     config = plan.config.model_copy(update={"sources": _source_digests(pair, plan.draft_text)})
     if output.exists() and not is_engine(output):
         raise not_replaced(output, "not an engine directory")

@@ -10,6 +10,7 @@ from trtllm_dflash.catalog import ServingLimits
 from trtllm_dflash.cost.gpus import GPU, GPUS, capability, present_gpu
 from trtllm_dflash.cost.memory import fits_in
 from trtllm_dflash.engine.config import Backend, EngineConfig
+from trtllm_dflash.engine.paging import PAGE_ROWS
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
@@ -54,11 +55,11 @@ def _compiled_for(settings: BuildSettings, target: DecoderConfig) -> tuple[str |
     asked = _asked_of_torch(settings)
     if asked is not None:
         return None, f"{asked} is torch's"
-    if target.delta is not None:
-        return None, "gated delta nets have kernels of ours there"
     present = present_gpu()
     if wanted is None and present is None:
         return None, "there is no GPU here, and --gpu names none"
+    if target.delta is not None:
+        return None, "it has our GPU kernels for gated delta nets"
     name = wanted or f"sm{present.capability}" if present is not None else str(wanted)
     try:
         module = load_tensorrt()
@@ -154,3 +155,32 @@ def _remark(chosen: tuple[int, int], wanted: tuple[int, int], gpu: GPU, is_pairs
     if chosen == wanted:
         return f"{said}, the pair's, which fit a {gpu.name}" if is_pairs else None
     return f"{said}: as many as fit a {gpu.name} ({gpu.memory} GB), not {wanted[0]} of {wanted[1]:,}"
+
+
+# -- the rest --------------------------------------------------------------------------------------------------------
+
+
+def remark_on_defaults(
+    config: EngineConfig, settings: BuildSettings, gpu: GPU | None, precision_said: bool, limits_said: bool
+) -> str | None:
+    """Writes the precision, slots, tokens and pages that nobody asked for, with their reasons, on one line.
+
+    Args:
+        gpu: as in `choose_limits`.
+        precision_said, limits_said: whether another remark has them.
+    """
+    parts = []
+    if settings.precision is None and not precision_said:
+        held = config.target.linear_precision
+        where = "as there is no GPU" if config.precision == "fp32" else "as for a GPU"
+        parts.append(f"{config.precision}, {where}" if held is None else f"{held.value}, as the target's checkpoint is")
+    open_ = [name for name in ("max_batch", "max_seq_len") if getattr(settings, name) is None]
+    if open_ and not limits_said:
+        most = " (the target's most)" if config.max_seq_len == config.target.max_positions else ""
+        counts = {"max_batch": f"{config.max_batch} slots", "max_seq_len": f"{config.max_seq_len:,} tokens{most}"}
+        why = "as no GPU's memory is known" if gpu is None else f"which fit a {gpu.name}"
+        parts.append(f"{' of '.join(counts[name] for name in open_)}, {why}")
+    if settings.page_size is None and config.backend == "torch":
+        short = "" if config.kv_memory is not None else " with our kernels, else of a whole slot"
+        parts.append(f"pages of {PAGE_ROWS} tokens{short}")
+    return f"defaults: {'; '.join(parts)}" if parts else None

@@ -10,7 +10,7 @@ import torch
 
 import trtllm_dflash
 from trtllm_dflash.build.caches import check_caches, choose_caches, page_limits
-from trtllm_dflash.build.defaults import choose_backend, choose_limits, memory_of
+from trtllm_dflash.build.defaults import choose_backend, choose_limits, memory_of, remark_on_defaults
 from trtllm_dflash.build.precision import PrecisionChoice, check_sides, choose_precision
 from trtllm_dflash.build.settings import (
     DEFAULT_MAX_BATCH,
@@ -149,7 +149,8 @@ def plan_engine(pair: Pair, settings: BuildSettings, choice: PrecisionChoice | N
         check_fits(config, settings.gpu)
     if settings.backend == "tensorrt":
         compile_target(load_tensorrt(), config.gpu)
-    said = (choice.said, caches.said, None if backend is None else backend.remark, limits.remark)
+    defaults = remark_on_defaults(config, settings, room, choice.said is not None, limits.remark is not None)
+    said = (choice.said, caches.said, None if backend is None else backend.remark, limits.remark, defaults)
     return EnginePlan(config, draft_text, tuple(remark for remark in said if remark is not None))
 
 
