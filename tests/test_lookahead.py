@@ -17,6 +17,7 @@ RECORD = {
     "additionalProperties": False,
 }
 CODEC = TextCodec.load(TINY / "target", {})
+assert CODEC is not None
 SIZE = CODEC.backend.get_vocab_size()
 BYTES = 4 * -(-SIZE // 32)  # of a mask
 ENDS = (CODEC.end_id, 3)

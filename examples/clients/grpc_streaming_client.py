@@ -38,8 +38,8 @@ drafted = accepted = 0
 with InferenceServerClient(arguments.url) as client:
     try:
         client.is_server_live()  # says why there is none, which a stream may not
-    except InferenceServerException as error:
-        raise SystemExit(f"error: {arguments.url}: {error}") from None
+    except InferenceServerException as refusal:
+        raise SystemExit(f"error: {arguments.url}: {refusal}") from None
     client.start_stream(lambda result, error: responses.put((result, error)))
     client.async_stream_infer("ensemble", inputs)
     finished = ""
