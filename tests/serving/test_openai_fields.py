@@ -148,7 +148,9 @@ def test_a_refusal_s_part_is_text_as_what_is_sent_back_has_it():
 
 def test_thinking_is_told_under_both_names_whole_and_streamed():
     thought = "hm “\u2028”"
-    message = CompletionForm("m", True).whole([Reply(thinking=thought, content="y")], Usage(1))["choices"][0]["message"]
+    reply = Reply()
+    reply.add(Added([Part("thinking", thought), Part("content", "y")]))
+    message = CompletionForm("m", True).whole([reply], Usage(1))["choices"][0]["message"]
     assert message["reasoning"] == message["reasoning_content"] == thought
     form = CompletionForm('"reasoning":""', True)
     for _ in range(2):
