@@ -414,6 +414,20 @@ def test_an_engine_that_is_closed_ends_its_service_first():
     assert client.wait()[-1].error is not None
 
 
+def test_who_receives_updates_cannot_close_the_service(llm):
+    service, said = llm.service(WHOLE_BLOCK), queue.SimpleQueue()
+
+    def update(found):
+        try:
+            service.close()
+        except EngineError as error:
+            said.put(str(error))
+
+    service.submit(CHATS[0], SamplingParams(max_tokens=4), update)
+    assert "close it on another thread" in said.get(timeout=PATIENCE)
+    service.close()
+
+
 def test_a_service_that_is_refused_leaves_the_harvests_folder_to_others(llm, tmp_path):
     with pytest.raises(SettingsError, match="--draft-length 99") as refused:
         llm.service(ServiceSettings(draft_length=99, harvest=str(tmp_path)))

@@ -208,6 +208,46 @@ def test_a_reply_that_cannot_be_sent_ends_alone(model, monkeypatch):
     assert len(sent) == 3 and not model._replies and not model._outbox._watched and not model.ended
 
 
+def test_a_reply_whose_error_cannot_be_sent_either_ends_alone(model, monkeypatch):
+    failing, other = request(100, streaming=np.array([[True]])), request(8)
+    tried = []
+
+    def refuse(response, flags=0):
+        tried.append(response)
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(failing.sender, "send", refuse)
+    model.execute([failing, other])
+    assert other.sender.last().error is None
+    wait_until(lambda: len(tried) == 2 and not model._service.statistics().running, "its slot is free")
+    assert not model._replies and not model._outbox._watched and not model.ended
+
+
+def test_a_reply_that_fails_before_its_request_is_known_to_run_is_cancelled(model, monkeypatch):
+    submit, cancelled = model._service.submit, []
+    failing = request(1000, streaming=np.array([[True]]))
+    send, sent = failing.sender.send, []
+
+    def refuse_first(response, flags=0):
+        sent.append(response)
+        if len(sent) == 1:
+            raise RuntimeError("no room")
+        send(response, flags)
+
+    def late(*asked, **more):
+        ticket = submit(*asked, **more)
+        failing.sender.last()
+        return ticket
+
+    monkeypatch.setattr(failing.sender, "send", refuse_first)
+    monkeypatch.setattr(model._service, "submit", late)
+    cancel = model._service.cancel
+    monkeypatch.setattr(model._service, "cancel", lambda ticket: (cancelled.append(ticket), cancel(ticket)))
+    model.execute([failing])
+    wait_until(lambda: not model._service.statistics().running, "its slot is free")
+    assert len(cancelled) == 1 and len(sent) == 2
+
+
 def test_a_metric_that_triton_refuses_costs_no_reply(model, monkeypatch):
     refused = []
 

@@ -131,11 +131,11 @@ def _plans(
     behind: dict[Stay, list[int]] = {stay: [] for stay in stays[:decoding]}
     for launched in under_way:
         try:
-            read = launched.outcome.read()
+            read = list(zip(launched.stays, launched.outcome.read(), strict=True))
         except Exception as error:  # the scheduler meets it, too, and ends those whose step it is: they alone
             errors |= {stay: fault_of("step", error) for stay in launched.stays if stay in behind}
             continue
-        for place, (stay, ids) in enumerate(zip(launched.stays, read, strict=True)):
+        for place, (stay, ids) in enumerate(read):
             if stay in behind:
                 decoded = place < len(launched.batch.stays)
                 # Of its prompt, the last piece alone gives a token.

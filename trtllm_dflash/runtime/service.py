@@ -186,11 +186,14 @@ class Service:
         """Fails the requests that are left, and ends the thread.
 
         Raises:
-            EngineError: a step has not ended in half a minute; the engine must not be closed under it.
+            EngineError: a step has not ended in half a minute; the engine must not be closed under it. Or an update's
+                receiver closes it, which the thread calls that would have to end.
         """
         with self._changed:
             self._closing = True
             self._changed.notify()
+        if threading.current_thread() is self._thread:
+            raise EngineError("a service cannot be closed by who receives its updates; close it on another thread")
         self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
             raise EngineError(f"a step has not ended in {_CLOSE_SECONDS} s; end the process")

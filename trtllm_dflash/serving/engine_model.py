@@ -219,9 +219,8 @@ class EngineModel:
         self._outbox.watch(reply.sender, lambda: self._cancel(reply))
 
     def _taken(self, reply: Reply, ticket: Ticket) -> None:
-        if reply.over:  # a short one may be: a ticket would hold it, and it its sender
-            return
-        reply.ticket = ticket
+        if not reply.over:  # a short one may be: a ticket would hold it, and it its sender
+            reply.ticket = ticket
         if reply.cancelled:
             self._service.cancel(ticket)
 
@@ -268,8 +267,11 @@ class EngineModel:
         except Exception as error:
             traceback.print_exc()
             self._cancel(reply)
-            reply.sender.send(error_response(fault_of("response", error), reply.coded), flags=FINAL)
             self._end(reply)
+            try:
+                reply.sender.send(error_response(fault_of("response", error), reply.coded), flags=FINAL)
+            except Exception:
+                traceback.print_exc()  # whoever waits has the connection's own end
 
     def _respond(self, reply: Reply, update: Update) -> None:
         self._begin(reply)
