@@ -385,7 +385,7 @@ def test_a_script_s_background_job_does_not_hear_ctrl_c_and_ends_by_sigterm(tiny
     assert process.stdout.read(1) != ""
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, errors.strip()) == (143, "")
+    assert (process.returncode, errors.strip()) == (143, "error: terminated")
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
 

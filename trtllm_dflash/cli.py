@@ -30,21 +30,21 @@ from trtllm_dflash.commands.sweep import sweep
 from trtllm_dflash.commands.terminal import logged_to_terminal
 from trtllm_dflash.commands.train import train
 from trtllm_dflash.errors import DFlashError, SettingsError
+from trtllm_dflash.signals import ENDING, Ended, unwind_on_signals
 
 #: Objects that a command makes before Python looks for garbage among them: its 700 are a tenth of a command's start.
 _YOUNG_OBJECTS = 10_000
 
 
 class _Commands(click.Group):
-    """Prints the package's own errors, and the system's, as one line, and ends an interrupted command with 130."""
+    """Prints the package's own errors, and the system's, as one line; a signal ends it with 128 and its number."""
 
     def make_context(self, *arguments: Any, **extra: Any) -> click.Context:
         with self._told():  # `--help` and `--version` are written here
             return super().make_context(*arguments, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        # A polite kill unwinds as an error does: what is half-written goes, and the ranks are let go.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        unwind_on_signals()
         with self._told():
             _check_working_directory()
             return super().invoke(ctx)
@@ -60,7 +60,9 @@ class _Commands(click.Group):
                 sys.exit(1)
             self._fail(str(error), 1)
         except KeyboardInterrupt:
-            self._fail("interrupted", 128 + signal.SIGINT)
+            self._fail(ENDING[signal.SIGINT], 128 + signal.SIGINT)
+        except Ended as ended:
+            self._fail(ended.reason, ended.code)
         except BrokenPipeError:
             # The reader of our output has gone (`| head`): nothing is wrong, and nothing more can be said.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -17,7 +17,7 @@ from trtllm_dflash.commands.deploy_options import deploy_options, deploy_setting
 from trtllm_dflash.commands.settings import flag_of, given
 from trtllm_dflash.commands.terminal import progress_bar
 from trtllm_dflash.errors import SettingsError
-from trtllm_dflash.signals import is_heard
+from trtllm_dflash.signals import Ended
 
 if TYPE_CHECKING:
     from trtllm_dflash.serving.endpoints import Endpoints
@@ -89,8 +89,6 @@ def serve(
     _check_origins(endpoints, openai_origins)
     for risk in _risks(endpoints, key):
         click.echo(f"warning: {risk}", err=True)
-    if is_heard(signal.SIGHUP):
-        signal.signal(signal.SIGHUP, lambda *_: sys.exit(128 + signal.SIGHUP))
     settings = deploy_settings(no_draft, flags)
     try:
         with ExitStack() as stack:
@@ -111,12 +109,14 @@ def serve(
             _show_endpoints(engine, running, as_json)
             try:
                 running.wait()
-            except (KeyboardInterrupt, SystemExit):
+            except (KeyboardInterrupt, Ended):
                 if sys.stderr is not None and sys.stderr.isatty():
                     click.echo(f"ending: what runs has {drain_seconds:g} s (Ctrl-C again ends it at once)", err=True)
                 raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # no error: this is how a server ends
         sys.exit(128 + signal.SIGINT)
+    except Ended as ended:
+        sys.exit(ended.code)
 
 
 def _risks(endpoints: "Endpoints", key: str | None) -> Iterator[str]:

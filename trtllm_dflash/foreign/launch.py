@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from trtllm_dflash.errors import EngineError, SettingsError
-from trtllm_dflash.signals import is_heard
+from trtllm_dflash.signals import ENDING, is_heard
 
 _GRACE = 30.0  # seconds that a runtime gets to end by itself
 _PAUSE = 0.1
@@ -209,7 +209,7 @@ def _run(words: list[str], folder: Path) -> int:
     def hand_on(number: int, frame: FrameType | None) -> None:
         asked.append(number)
 
-    numbers = filter(is_heard, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    numbers = filter(is_heard, ENDING)
     before = {number: signal.signal(number, hand_on) for number in numbers}
     try:
         try:

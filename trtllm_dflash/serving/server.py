@@ -25,6 +25,7 @@ from trtllm_dflash.serving.processes import Process, find_processes, kill_proces
 from trtllm_dflash.serving.stalls import Stalls
 from trtllm_dflash.serving.triton import find_triton, shut_off
 from trtllm_dflash.session.launcher import PATIENT, find_launcher, mpi_memory
+from trtllm_dflash.signals import ENDING
 
 RANK_MODEL = "tensorrt_llm"  # what the ranks beyond the first load
 DRAIN_SECONDS = 30.0  # that running requests get when the server is told to end
@@ -158,7 +159,7 @@ class Server:
                 command += [":", "-n", "1", *self._launched(self._log_of(f"rank{rank}"), other, None)]
             command = self._launched(self._log_of("mpiexec"), [find_launcher(self.tp), *command], os.getpid())
         # A signal waits until the process has a name here; the launcher lets signals through again.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         try:
             # A new session keeps Ctrl-C on the terminal to us, who then end the server in order.
             self._process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.signals import is_heard, leave
+from trtllm_dflash.signals import ENDING, is_heard, leave
 
 #: Variables of ranks, for MPICH: with memory that they share, each polls until all have begun, on others' cores.
 PATIENT = {"MPIR_CVAR_NOLOCAL": "1"}
@@ -67,13 +67,13 @@ def launch_ranks(tp: int, arguments: list[str]) -> None:
 
 
 def end_on_interrupt() -> None:
-    """Lets Ctrl-C or SIGTERM end the ranks at once: rank 0 leaves, whatever call it is in, the launcher ends others.
+    """Has a signal end the ranks at once: rank 0 leaves, whatever call it is in, and the launcher ends the others.
 
     An exception in the middle of a step would leave the other ranks waiting for this one. The launcher minds a rank's
     leaving only once that has begun MPI, where others would wait for it: until then Ctrl-C ends each of them.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if launched_rank() is None or not is_heard(number):
+    for number in filter(is_heard, ENDING):
+        if launched_rank() is None:
             continue
         if launched_rank() == 0:
             signal.signal(number, lambda number, _: _leave_nothing(number))
@@ -105,6 +105,4 @@ def _leave_nothing(number: int) -> None:
         for each in file.parent.glob(f"{file.name.rpartition('_')[0]}_*"):
             with suppress(OSError):
                 each.unlink()
-    if number == signal.SIGINT:
-        leave()
-    os._exit(128 + number)
+    leave(number)

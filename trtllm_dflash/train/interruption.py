@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, kept until a step of training has ended and its outcome is on the disk."""
+"""Ctrl-C, SIGTERM and SIGHUP, kept until a step of training has ended and its outcome is on the disk."""
 
 import signal
 import threading
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from trtllm_dflash.signals import is_heard
+from trtllm_dflash.signals import ENDING, is_heard
 
 
 class Interruption:
@@ -30,9 +30,8 @@ class Interruption:
 
     def hold(self) -> None:
         """Keeps signals from now on."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if is_heard(number):
-                self._handlers[number] = signal.signal(number, self._note)
+        for number in filter(is_heard, ENDING):
+            self._handlers[number] = signal.signal(number, self._note)
 
     def let_go(self) -> None:
         """Gives the signals their handlers back."""
