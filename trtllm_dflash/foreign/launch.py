@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.marks import kill_marked
 from trtllm_dflash.signals import ENDING, is_heard
 
 _GRACE = 30.0  # seconds that a runtime gets to end by itself
@@ -223,7 +224,7 @@ def _run(words: list[str], folder: Path) -> int:
             if process.poll() is None:
                 _end(process, asked)
         finally:
-            _kill(mark)
+            kill_marked(mark)  # runtimes start workers in sessions of their own, which may outlive them
         process.wait()
         return 128 + asked[0] if asked else process.returncode if process.returncode >= 0 else 128 - process.returncode
     finally:
@@ -238,25 +239,3 @@ def _end(process: "subprocess.Popen[bytes]", asked: list[int]) -> None:
     deadline = time.monotonic() + _GRACE
     while process.poll() is None and len(asked) < 2 and time.monotonic() < deadline:
         time.sleep(_PAUSE)
-
-
-def _kill(mark: str) -> None:
-    """Kills processes that bear the mark: runtimes start workers in sessions of their own, which may outlive them."""
-    deadline = time.monotonic() + _GRACE
-    while (left := _marked(mark)) and time.monotonic() < deadline:
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(_PAUSE / 10)
-
-
-def _marked(mark: str) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            with suppress(OSError):  # it ends as we look
-                environment = (entry / "environ").read_bytes().split(b"\0")
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-                if mark.encode() in environment and state not in "ZX":
-                    found.append(int(entry.name))
-    return found

@@ -1,20 +1,15 @@
 """The processes of a server, found by a mark in their environment: also those whose parent has gone."""
 
-import os
-import signal
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from trtllm_dflash.marks import find_marked, state
 from trtllm_dflash.serving.triton import STUB
-from trtllm_dflash.session.launcher import RANK_VARIABLES
+from trtllm_dflash.session.launcher import RANK_VARIABLES, kill_ranks
 
 #: In the environment of every process of a server, with the server's own name.
 MARK = "TRTLLM_DFLASH_SERVER"
-
-_PATIENCE = 10.0  # seconds until a killed process is gone
-_PAUSE = 0.01  # seconds between two looks
 
 
 @dataclass(frozen=True)
@@ -33,44 +28,27 @@ class Process:
     @property
     def alive(self) -> bool:
         """Whether it runs."""
-        state, started = _state(self.pid)
-        return started == self.started and state not in "ZX"
+        running, started = state(self.pid)
+        return started == self.started and running not in "ZX"
 
 
 def find_processes(server: str) -> list[Process]:
     """Finds all processes of the server with this name."""
-    mark = f"{MARK}={server}"
     found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
+    for pid in find_marked(f"{MARK}={server}"):
         with suppress(OSError):  # it ends as we look
+            entry = Path(f"/proc/{pid}")
             environment = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-            if mark in environment:
-                state, started = _state(int(entry.name))
-                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-                if state not in "ZX":
-                    found.append(Process(int(entry.name), started, _describe(words, environment)))
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            running, started = state(pid)
+            if running not in "ZX":
+                found.append(Process(pid, started, _describe(words, environment)))
     return found
 
 
 def kill_processes(server: str) -> None:
-    """Kills all processes of the server with this name, and waits until they are gone."""
-    deadline = time.monotonic() + _PATIENCE
-    while (left := find_processes(server)) and time.monotonic() < deadline:
-        for process in left:
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
-        time.sleep(_PAUSE)
-
-
-def _state(pid: int) -> tuple[str, str]:
-    """Reads a process's state and starting time; Z (a zombie) where there is none."""
-    try:
-        rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may hold anything
-    except OSError:
-        return "Z", ""
-    return rest[0], rest[19]
+    """Kills all processes of the server with this name, waits until they are gone, and removes what ranks share."""
+    kill_ranks(f"{MARK}={server}")
 
 
 def _describe(words: list[str], environment: list[str]) -> str:

@@ -1,20 +1,31 @@
 """The processes of tensor-parallel ranks, as an MPI launcher starts and ends them."""
 
+import ctypes
 import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
+import time
+from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.signals import ENDING, is_heard, leave
+from trtllm_dflash.marks import kill_marked
+from trtllm_dflash.signals import ENDING, holding_signals, is_heard, leave
 
 #: Variables of ranks, for MPICH: with memory that they share, each polls until all have begun, on others' cores.
 PATIENT = {"MPIR_CVAR_NOLOCAL": "1"}
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # MPICH and Intel MPI; PMIx; Open MPI
 _SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")  # PMIx has none
+
+_MARK = "TRTLLM_DFLASH_RANKS"  # in the environment of ranks that were launched here, and of their launcher
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_PAUSE = 0.02  # seconds between two looks at the launcher
 
 _for_rank_0: list[signal.Signals] = []  # signals, and this is another one
 
@@ -55,15 +66,48 @@ def find_launcher(tp: int) -> str:
     return launcher
 
 
-def launch_ranks(tp: int, arguments: list[str]) -> None:
-    """Replaces this process by `tp` MPI ranks that each run `trtllm-dflash` with these arguments.
+def launch_ranks(tp: int, arguments: list[str]) -> NoReturn:
+    """Runs `tp` MPI ranks that each run `trtllm-dflash` with these arguments, and ends this process with their code.
+
+    A signal ends them at once, whatever they have begun. The launcher would print a page then, and end with a code that
+    depends on how far they were: so this process alone hears it, and the launcher has a session of its own.
 
     Raises:
         EngineError: no MPI launcher is installed.
     """
-    launcher = find_launcher(tp)
+    command = [find_launcher(tp), "-n", str(tp), sys.executable, "-m", "trtllm_dflash", *arguments]
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    end_too = partial(_end_with, os.getpid(), ctypes.CDLL(None))
+    asked: list[bool] = []
     sys.stdout.flush()
-    os.execv(launcher, [launcher, "-n", str(tp), sys.executable, "-m", "trtllm_dflash", *arguments])
+    with holding_signals(lambda: asked.append(True)):
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, _MARK: mark},
+            stdin=subprocess.DEVNULL,  # ranks cannot share it, and a job in the background must not read it
+            start_new_session=True,
+            restore_signals=False,
+            preexec_fn=end_too,
+        )
+        while process.poll() is None and not asked:
+            time.sleep(_PAUSE)
+        kill_ranks(f"{_MARK}={mark}")
+        code = process.wait()
+    sys.exit(code if code >= 0 else 128 - code)
+
+
+def _end_with(parent: int, libc: ctypes.CDLL) -> None:
+    """Has the kernel kill this process, the launcher's, when the one that started it ends: its ranks end with it."""
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended just before
+        os._exit(1)
+
+
+def kill_ranks(mark: str) -> None:
+    """Kills the processes with this mark in their environment, and removes the memory that ranks among them share."""
+    memory: set[Path] = set()
+    kill_marked(mark, lambda pid: memory.update(mpi_memory(pid)))
+    remove_memory(memory)
 
 
 def end_on_interrupt() -> None:
@@ -92,17 +136,22 @@ def leave_interrupts_to_rank_0() -> None:
 
 
 def mpi_memory(pid: int) -> set[Path]:
-    """Finds the shared memory of MPICH's ranks on one host, which a killed rank leaves behind."""
+    """Finds the files of MPICH's shared memory that a rank has, and leaves behind where it is killed."""
     with suppress(OSError):
         maps = Path(f"/proc/{pid}/maps").read_text()
-        return {Path(path) for path in re.findall(r"(/dev/shm/mpich_shm_\w+)", maps)}
+        return {Path(path) for path in re.findall(r"(/dev/shm/mpich_shm_\w+)$", maps, re.MULTILINE)}  # not "(deleted)"
     return set()
+
+
+def remove_memory(files: Iterable[Path]) -> None:
+    """Removes files of shared memory, where they are still there; who has them keeps what was in them."""
+    for file in files:
+        with suppress(OSError):
+            file.unlink()
 
 
 def _leave_nothing(number: int) -> None:
     """Ends rank 0 at once, and takes the memory along that it shares with the others: the launcher kills them."""
     for file in mpi_memory(os.getpid()):
-        for each in file.parent.glob(f"{file.name.rpartition('_')[0]}_*"):
-            with suppress(OSError):
-                each.unlink()
+        remove_memory(file.parent.glob(f"{file.name.rpartition('_')[0]}_*"))
     leave(number)
