@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from tests.waiting import PATIENCE
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.session import ranks
-from trtllm_dflash.session.launcher import check_launched
+from trtllm_dflash.session.launcher import check_launched, find_launcher
 from trtllm_dflash.session.ranks import World
 
 RANKS = 3
@@ -64,7 +65,8 @@ def test_no_rank_leaves_mpi_before_all_have_been_told(monkeypatch):
 def test_another_number_of_processes_is_refused_by_whoever_knows_it_first(sizes, monkeypatch):
     """A launcher of PMIx says no number: then it is MPI that does."""
     monkeypatch.setattr("os.environ", {"PMI_RANK": "0", **sizes})
-    mpi = SimpleNamespace(COMM_WORLD=SimpleNamespace(rank=0, size=2))
+    together = SimpleNamespace(Test=lambda: True)
+    mpi = SimpleNamespace(COMM_WORLD=SimpleNamespace(rank=0, size=2, Ibarrier=lambda: together))
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=mpi))
     check = check_launched if sizes else World
     check(2)
@@ -75,6 +77,26 @@ def test_another_number_of_processes_is_refused_by_whoever_knows_it_first(sizes,
 def test_a_launcher_that_says_no_number_is_left_to_mpi(monkeypatch):
     monkeypatch.setattr("os.environ", {"PMIX_RANK": "0"})
     check_launched(4)
+
+
+def test_ranks_that_have_begun_mpi_leave_no_shared_memory_when_they_are_killed():
+    """They removed its files as soon as all had them, and still have them."""
+    pytest.importorskip("mpi4py", reason="ranks need the tp extra (mpi4py and an MPI)")
+    code = (
+        "import re, signal\n"
+        "from pathlib import Path\n"
+        "from trtllm_dflash.session.ranks import World\n"
+        "world = World(2)\n"
+        "world._meet()\n"  # behind which both have removed theirs
+        "names = re.findall('/dev/shm/(mpich_shm_.*)', Path('/proc/self/maps').read_text())\n"
+        "print(*names, sep='|', flush=True)\n"
+        "world._mpi.allgather(world.rank)\n"
+        "signal.raise_signal(signal.SIGKILL)\n"
+    )
+    done = subprocess.run([find_launcher(2), "-n", "2", sys.executable, "-c", code], capture_output=True, text=True)
+    said = done.stdout  # in which the lines of ranks may meet
+    assert said.count("mpich_shm_") >= 2 or version("mpich").startswith("4.")
+    assert said.count("mpich_shm_") == said.count("(deleted)")
 
 
 @pytest.mark.parametrize(("has_begun", "lives"), [(False, False), (True, True)])

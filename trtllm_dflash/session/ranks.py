@@ -12,7 +12,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trtllm_dflash.errors import DFlashError, EngineError
 from trtllm_dflash.ops.communicator import IDLE, Communicator, Solo, TorchDistributed
-from trtllm_dflash.session.launcher import PATIENT, check_number, launched_rank, leave_interrupts_to_rank_0
+from trtllm_dflash.session.launcher import (
+    PATIENT,
+    check_number,
+    launched_rank,
+    leave_interrupts_to_rank_0,
+    mpi_memory,
+    remove_memory,
+)
 
 _LOOPBACK = "127.0.0.1"
 _PAUSE = 0.005  # seconds between two looks at whether all ranks are there
@@ -42,6 +49,8 @@ class World:
         self._mpi = MPI.COMM_WORLD
         self.rank = self._mpi.rank
         check_number(tp, self._mpi.size)
+        self._meet()
+        remove_memory(mpi_memory(os.getpid()))  # all ranks have it now; one that is killed would leave it
 
     @contextmanager
     def together(self) -> Iterator[None]:
