@@ -27,15 +27,21 @@ def kill_marked(mark: str, before: Callable[[int], object] = lambda _: None) -> 
     """Kills the processes that have `mark` in their environment, and waits until they are gone.
 
     Args:
-        before: called with each of them while it runs.
+        before: called with each of them while all are there: they stand still, for the end of one may end others.
     """
     deadline = time.monotonic() + _PATIENCE
     while (left := find_marked(mark)) and time.monotonic() < deadline:
+        _signal(left, signal.SIGSTOP)
         for pid in left:
             before(pid)
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _signal(left, signal.SIGKILL)
         time.sleep(_PAUSE)
+
+
+def _signal(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def state(pid: int) -> tuple[str, str]:

@@ -3,10 +3,12 @@
 import fcntl
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -15,6 +17,7 @@ from tests.serving.runs import WHOLE_BLOCK, serve
 from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash.serving import claim, processes
 from trtllm_dflash.serving.lifeline import FOLDER, Lifeline
+from trtllm_dflash.session.launcher import mpi_memory
 
 MOST_SECONDS = 5  # in which a client of a killed server is told
 
@@ -80,31 +83,62 @@ def test_a_process_that_holds_pythons_lock_for_ever_ends_with_its_server(tmp_pat
     child.stdout.close()
 
 
-def test_the_next_server_ends_a_process_that_a_killed_one_left(tmp_path):
-    of_mpi = claim.SHARED_MEMORY / f"mpich_shm_{tmp_path.parent.name}"
-    of_mpi.touch()
+@contextmanager
+def starting_rank(name):
+    """A server's process with MPI's shared memory, and the file of that."""
+    memory = claim.SHARED_MEMORY / f"mpich_shm_{secrets.token_hex(8)}_0"
+    memory.write_bytes(bytes(8))
+    script = (
+        "import mmap, sys, time; file = open(sys.argv[1], 'r+b'); it = mmap.mmap(file.fileno(), 8); time.sleep(3600)"
+    )
+    rank = subprocess.Popen([sys.executable, "-c", script, memory], env={**os.environ, processes.MARK: name})
+    try:
+        wait_until(lambda: mpi_memory(rank.pid), "it has shared memory")
+        yield rank, memory
+    finally:
+        rank.kill()
+        rank.wait(PATIENCE)
+        memory.unlink(missing_ok=True)
+
+
+def test_the_next_server_ends_a_process_that_a_killed_one_left():
     killed = claim.Claim()
-    killed.add_memory([of_mpi])
     name = killed.name
-    del killed  # and its lock with it
-    words = [sys.executable, "-c", "import time; time.sleep(3600)"]
-    left = subprocess.Popen(words, env={**os.environ, processes.MARK: name})
-    wait_until(lambda: processes.find_processes(name), "it runs")
-    claim.remove_orphans()
-    assert left.wait(PATIENCE) == -signal.SIGKILL
-    wait_until(lambda: not of_mpi.exists() and not list(claim.SHARED_MEMORY.glob(f"{name}*")), "nothing is left")
+    with starting_rank(name) as (left, memory):
+        del killed  # and its lock with it
+        claim.remove_orphans()
+        assert left.wait(PATIENCE) == -signal.SIGKILL
+        wait_until(lambda: not list(claim.SHARED_MEMORY.glob(f"{name}*")), "nothing is left")
+        wait_until(lambda: not memory.exists(), "nor is its shared memory")
+
+
+def test_the_next_server_removes_the_shared_memory_of_ranks_that_were_killed_while_they_started():
+    killed = claim.Claim()
+    with starting_rank("another") as (_, other), starting_rank(killed.name) as (rank, memory):
+        killed.note_memory()
+        rank.kill()  # as the kernel does at the server's end
+        rank.wait(PATIENCE)
+        assert memory.exists()
+        del killed
+        claim.remove_orphans()
+        wait_until(lambda: not memory.exists(), "it is removed")
+        assert other.exists()
+
+
+def test_a_server_that_ends_while_its_ranks_start_leaves_none_of_their_shared_memory():
+    ending = claim.Claim()
+    with starting_rank(ending.name) as (_, memory), starting_rank("another") as (_, other):
+        ending.release()
+        assert not memory.exists()
+        assert other.exists()
 
 
 def test_what_belongs_to_a_living_server_is_left_alone():
     living = claim.Claim()
     file = claim.SHARED_MEMORY / f"{living.name}-tensors"
     file.touch()
-    of_mpi = claim.SHARED_MEMORY / f"mpich_shm_{living.name}"
-    of_mpi.touch()
-    living.add_memory([of_mpi])
     claim.remove_orphans()
     assert file.exists()
-    assert of_mpi.exists()
     assert living.folder.is_dir()
     # systemd-tmpfiles takes this lock of a folder before it removes what is old in it.
     folder = os.open(living.folder, os.O_RDONLY)
@@ -112,7 +146,6 @@ def test_what_belongs_to_a_living_server_is_left_alone():
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(folder)
     living.release()
-    assert not of_mpi.exists()
     assert not list(claim.SHARED_MEMORY.glob(f"{living.name}*"))
     assert not living.folder.exists()
 

@@ -10,13 +10,13 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from trtllm_dflash.serving.lifeline import FOLDER, Lifeline
-from trtllm_dflash.serving.processes import MARK, kill_processes
+from trtllm_dflash.serving.processes import MARK, find_processes, kill_processes
+from trtllm_dflash.session.launcher import MPI_FILES, mpi_memory
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -45,16 +45,24 @@ class Claim:
         self.control = self.folder / "control"
         self.control.mkdir()
         self._lifeline = Lifeline(self.control)
+        self._noted: set[Path] = set()
 
     @property
     def environment(self) -> dict[str, str]:
         """Variables for the processes that bear the name, and are killed when this one ends."""
         return {MARK: self.name, FOLDER: str(self.control)}
 
-    def add_memory(self, files: Iterable[Path]) -> None:
-        """Has files in shared memory that do not bear the name removed with those that do."""
-        self._lock.write(b"".join(_SEPARATOR + file.name.encode() for file in files))
+    def note_memory(self) -> None:
+        """Has what ranks share now removed with what bears the name, also by the next server; call it while they start.
+
+        Ranks remove it themselves as soon as all of them have it.
+        """
+        if not any(SHARED_MEMORY.glob(MPI_FILES)):  # a look at all processes takes longer
+            return
+        files = {file for process in find_processes(self.name) for file in mpi_memory(process.pid)}
+        self._lock.write(b"".join(_SEPARATOR + file.name.encode() for file in files - self._noted))
         self._lock.flush()
+        self._noted |= files
 
     def release(self, keep_files: bool = False) -> None:
         """Kills the processes that bear the name, and removes what else does.

@@ -24,7 +24,7 @@ from trtllm_dflash.serving.log import said_at_load
 from trtllm_dflash.serving.processes import Process, find_processes, kill_processes
 from trtllm_dflash.serving.stalls import Stalls
 from trtllm_dflash.serving.triton import find_triton, shut_off
-from trtllm_dflash.session.launcher import PATIENT, find_launcher, mpi_memory
+from trtllm_dflash.session.launcher import PATIENT, find_launcher
 from trtllm_dflash.signals import ENDING
 
 RANK_MODEL = "tensorrt_llm"  # what the ranks beyond the first load
@@ -188,7 +188,10 @@ class Server:
     def _wait_until_ready(self, stalls: Stalls) -> None:
         models = sum((folder / "config.pbtxt").is_file() for folder in self.repository.iterdir())
         begin = time.monotonic()
+        assert self._claim is not None
         while not self._ready():
+            if self.tp > 1:
+                self._claim.note_memory()
             if self._process.poll() is not None:  # type: ignore[union-attr]
                 raise EngineError(self._why_it_did_not_start())
             if self.patience is not None and time.monotonic() - begin > self.patience:
@@ -198,10 +201,7 @@ class Server:
             stalls.look()
             time.sleep(_PAUSE)
         self.progress("loading", models, models)
-        assert self._claim is not None
         self._members = [it for it in find_processes(self._claim.name) if it.what and it.pid != self.pid]
-        if self.tp > 1:
-            self._claim.add_memory({file for member in self._members for file in mpi_memory(member.pid)})
         self.check()
 
     def _ready(self) -> bool:

@@ -23,6 +23,8 @@ PATIENT = {"MPIR_CVAR_NOLOCAL": "1"}
 RANK_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")  # MPICH and Intel MPI; PMIx; Open MPI
 _SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")  # PMIx has none
 
+MPI_FILES = "mpich_shm_*"  # of MPICH, in shared memory
+
 _MARK = "TRTLLM_DFLASH_RANKS"  # in the environment of ranks that were launched here, and of their launcher
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _PAUSE = 0.02  # seconds between two looks at the launcher
