@@ -150,6 +150,27 @@ def test_what_belongs_to_a_living_server_is_left_alone():
     assert not living.folder.exists()
 
 
+def test_the_logs_of_the_last_servers_that_failed_stay_and_older_ones_go(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    failed = [failed_server(age) for age in range(claim.KEPT_LOGS + 2)]
+    living = claim.Claim()  # which has begun no log
+    other = tmp_path / "trtllm-dflash-notes"
+    other.mkdir()
+    (other / "file").touch()
+    claim.remove_orphans()
+    assert set(tmp_path.iterdir()) == {*failed[: claim.KEPT_LOGS], living.folder, other}
+    living.release()
+
+
+def failed_server(age):
+    """The folder of a server that failed, which its log stays in."""
+    failed = claim.Claim()
+    (failed.folder / "server.log").touch()
+    failed.release(keep_files=True)
+    os.utime(failed.folder, (1e9 - age, 1e9 - age))
+    return failed.folder
+
+
 def test_a_lock_that_names_a_folder_of_somebody_else_removes_nothing(tmp_path):
     lock = claim.SHARED_MEMORY / f"trtllm-dflash-{os.getpid():08x}.lock"
     lock.write_bytes(bytes(tmp_path))

@@ -20,6 +20,8 @@ from trtllm_dflash.session.launcher import MPI_FILES, mpi_memory
 
 SHARED_MEMORY = Path("/dev/shm")
 
+KEPT_LOGS = 3  # of servers that failed, so that who was told of one can still read it
+
 _PREFIX = "trtllm-dflash-"
 _SEPARATOR = b"\0"  # in the lock: of the folder's path and of the names of others' files
 
@@ -87,7 +89,8 @@ class Claim:
 
 
 def remove_orphans() -> None:
-    """Removes what servers left whose own process was killed."""
+    """Removes what servers left whose own process was killed, and old logs of those that failed."""
+    _remove_logs()
     for file in SHARED_MEMORY.glob(f"{_PREFIX}*.lock"):
         # Removed just now, a link, or locked. A pipe of somebody's is opened without waiting for its other end.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -101,6 +104,19 @@ def remove_orphans() -> None:
             if folder.name.startswith(f"{name}-"):
                 shutil.rmtree(folder, ignore_errors=True)
             _remove_memory(name)
+
+
+def _remove_logs() -> None:
+    """Removes the folders of old logs: those with files alone. A living one's has a folder in it, or nothing."""
+    kept = []
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}{'[0-9a-f]' * 8}-*"):
+        with suppress(OSError):  # another server removes it, or it is another user's
+            found = folder.lstat()
+            files = list(folder.iterdir()) if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() else []
+            if files and not any(file.is_dir() for file in files):
+                kept.append((found.st_mtime_ns, folder))
+    for _, folder in sorted(kept, reverse=True)[KEPT_LOGS:]:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _locked(file: Path) -> IO[bytes]:
