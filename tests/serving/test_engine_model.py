@@ -76,6 +76,20 @@ class BusySender(Sender):
             wait_until(self._until)
 
 
+class FailingSender(Sender):
+    """Fails at responses by their number, from 1, or at all of them where none is named; `tried` has every one."""
+
+    def __init__(self, *numbers):
+        super().__init__()
+        self._numbers, self.tried = numbers, []
+
+    def send(self, response, flags=0):
+        self.tried.append(response)
+        if not self._numbers or len(self.tried) in self._numbers:
+            raise RuntimeError("no room")
+        super().send(response, flags)
+
+
 class TakenAtOnce(deque):
     """Updates that are taken before the next one is put."""
 
@@ -189,34 +203,19 @@ def test_an_engine_that_fails_every_step_ends_the_process_once_all_are_answered(
     assert late.sender.last().error.code == TritonError.INTERNAL
 
 
-def test_a_reply_that_cannot_be_sent_ends_alone(model, monkeypatch):
-    failing, other = request(100, streaming=np.array([[True]])), request(8)
-    send, sent = failing.sender.send, []
-
-    def refuse_second(response, flags=0):
-        sent.append(response)
-        if len(sent) == 2:
-            raise RuntimeError("no room")
-        send(response, flags)
-
-    monkeypatch.setattr(failing.sender, "send", refuse_second)
+def test_a_reply_that_cannot_be_sent_ends_alone(model):
+    failing, other = request(100, sender=FailingSender(2), streaming=np.array([[True]])), request(8)
     model.execute([failing, other])
     error = failing.sender.last().error
     assert error.code == TritonError.INTERNAL and "the reply's response failed: RuntimeError: no room" in str(error)
     assert other.sender.last().error is None
     wait_until(lambda: not model._service.statistics().running, "its slot is free")
-    assert len(sent) == 3 and not model._replies and not model._outbox._watched and not model.ended
+    assert len(failing.sender.tried) == 3 and not model._replies and not model._outbox._watched and not model.ended
 
 
-def test_a_reply_whose_error_cannot_be_sent_either_ends_alone(model, monkeypatch):
-    failing, other = request(100, streaming=np.array([[True]])), request(8)
-    tried = []
-
-    def refuse(response, flags=0):
-        tried.append(response)
-        raise RuntimeError("no room")
-
-    monkeypatch.setattr(failing.sender, "send", refuse)
+def test_a_reply_whose_error_cannot_be_sent_either_ends_alone(model):
+    failing, other = request(100, sender=FailingSender(), streaming=np.array([[True]])), request(8)
+    tried = failing.sender.tried
     model.execute([failing, other])
     assert other.sender.last().error is None
     wait_until(lambda: len(tried) == 2 and not model._service.statistics().running, "its slot is free")
@@ -225,27 +224,19 @@ def test_a_reply_whose_error_cannot_be_sent_either_ends_alone(model, monkeypatch
 
 def test_a_reply_that_fails_before_its_request_is_known_to_run_is_cancelled(model, monkeypatch):
     submit, cancelled = model._service.submit, []
-    failing = request(1000, streaming=np.array([[True]]))
-    send, sent = failing.sender.send, []
-
-    def refuse_first(response, flags=0):
-        sent.append(response)
-        if len(sent) == 1:
-            raise RuntimeError("no room")
-        send(response, flags)
+    failing = request(1000, sender=FailingSender(1), streaming=np.array([[True]]))
 
     def late(*asked, **more):
         ticket = submit(*asked, **more)
         failing.sender.last()
         return ticket
 
-    monkeypatch.setattr(failing.sender, "send", refuse_first)
     monkeypatch.setattr(model._service, "submit", late)
     cancel = model._service.cancel
     monkeypatch.setattr(model._service, "cancel", lambda ticket: (cancelled.append(ticket), cancel(ticket)))
     model.execute([failing])
     wait_until(lambda: not model._service.statistics().running, "its slot is free")
-    assert len(cancelled) == 1 and len(sent) == 2
+    assert len(cancelled) == 1 and len(failing.sender.tried) == 2
 
 
 def test_a_metric_that_triton_refuses_costs_no_reply(model, monkeypatch):

@@ -1,7 +1,7 @@
 """The number of threads that torch computes with on the CPU."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,17 +18,20 @@ def limit_threads(config: EngineConfig) -> None:
 
     Threads that wait for one another make such steps many times slower wherever another process wants a core.
     """
-    if "OMP_NUM_THREADS" not in os.environ and plan_memory(config).weights < SMALL_MODEL:
-        torch.set_num_threads(1)
+    _limit(lambda: plan_memory(config).weights)
 
 
 @contextmanager
 def limited_threads(checkpoint: Path) -> Iterator[None]:
     """Does as `limit_threads` for the model of a checkpoint, until it is left."""
-    threads, weights = torch.get_num_threads(), sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
-    if "OMP_NUM_THREADS" not in os.environ and weights < SMALL_MODEL:
-        torch.set_num_threads(1)
+    threads = torch.get_num_threads()
+    _limit(lambda: sum(file.stat().st_size for file in checkpoint.glob("*.safetensors")))
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def _limit(weights: Callable[[], int]) -> None:
+    if "OMP_NUM_THREADS" not in os.environ and weights() < SMALL_MODEL:
+        torch.set_num_threads(1)
