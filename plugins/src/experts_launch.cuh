@@ -183,6 +183,9 @@ inline Product gate_up_product(dflash_moe_params const& p, Route const& route, v
     return product;
 }
 
+// Rows from which steps are shorter where the next kernel's weights come behind the last of down's.
+constexpr int kReadingFirst = 4;
+
 // Down of h [pairs, columns] into y [pairs, hidden].
 inline Product down_product(dflash_moe_params const& p, Route const& route, void const* h, void* y)
 {
@@ -197,6 +200,7 @@ inline Product down_product(dflash_moe_params const& p, Route const& route, void
     product.inputs = p.columns;
     product.outputs = p.hidden;
     product.is_by_block = p.format == DFLASH_MOE_FP8_BLOCKS;
+    product.reads_first = p.rows >= kReadingFirst;
     return product;
 }
 

@@ -5,6 +5,7 @@
 #include "experts_work.cuh"
 #include "fp8.cuh"
 #include "instructions.cuh"
+#include "launch.cuh"
 #include "mxfp4.cuh"
 
 namespace dflash
@@ -87,6 +88,10 @@ struct Weights
                 unit = 0;
                 cursor.advance();
                 begin_granule();
+                if (!kGateUp && p.reads_first && cursor.is_at_end())
+                {
+                    trigger(); // that one asks for weights as soon as it begins
+                }
             }
         }
         commit_copies(); // empty ones at the end, so that the count of pending ones stays right

@@ -390,7 +390,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1) product_kernel(Product con
         find_routing<T, kWeight>(p, layout, chooser, own, inputs, kTokens);
         has_inputs = own && chooser.rows == 1;
     }
-    else
+    else if (!p.reads_first)
     {
         trigger();
     }

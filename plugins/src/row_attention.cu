@@ -85,6 +85,7 @@ cudaError_t make_plan(dflash_append_params const& a, dflash_attention_params con
     plan.clusters = most / cluster;
     w.early = processors / kTogether * (kTogether / cluster);
     w.cluster = cluster;
+    w.reads_first = runs * cluster <= processors; // of more, those that begin late would keep it from beginning
     w.group = p.heads / p.kv_heads;
     w.clusters_a_head = plan.clusters / p.kv_heads;
     w.least_tiles = kWorthRounds * cluster * (p.head_size == 64 ? 2 : 1);

@@ -186,7 +186,6 @@ __global__ void __launch_bounds__(kThreads, 4) row_attention_kernel(__grid_const
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     using S = Shape<T, D>;
-    trigger();
     extern __shared__ __align__(1024) unsigned char memory[];
     auto& shared = *reinterpret_cast<Shared<T, D>*>(memory);
     int const cluster = blockIdx.x / kCluster;
@@ -197,6 +196,7 @@ __global__ void __launch_bounds__(kThreads, 4) row_attention_kernel(__grid_const
     Tiles<T, D> const tiles(shared);
     if (!part.is_there)
     {
+        trigger();
         if (is_padding)
         {
             wait();
@@ -205,6 +205,13 @@ __global__ void __launch_bounds__(kThreads, 4) row_attention_kernel(__grid_const
         return; // others wait for the kernel before this one
     }
     Range<kCluster> const range(p, part, rank, S::kKeys);
+    // The next kernel asks for its weights as soon as it begins: memory gives this one's keys first. The round in which
+    // it may begin; a block of one has asked for all it reads.
+    int const lets_next = w.reads_first && range.rounds > 1 ? max(range.rounds - 3, 0) : -1;
+    if (lets_next < 0)
+    {
+        trigger();
+    }
     if (threadIdx.x % 32 == 0)
     {
         tiles.init();
@@ -284,6 +291,10 @@ __global__ void __launch_bounds__(kThreads, 4) row_attention_kernel(__grid_const
             if (asks)
             {
                 tiles.ask(1, values, next, part.head);
+            }
+            if (is_real && round == lets_next)
+            {
+                trigger();
             }
         }
         if (is_real || threadIdx.x < 32)

@@ -16,6 +16,7 @@ struct RowWork
     int cluster; // blocks
     int group; // query heads of a KV head
     int early; // clusters for which there is room beside a product
+    bool reads_first; // the next kernel begins once most keys have been asked for
     int clusters_a_head;
     int least_tiles; // of a cluster, where a slot's are divided
     int page_tiles;
