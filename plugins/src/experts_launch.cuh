@@ -183,7 +183,7 @@ inline Product gate_up_product(dflash_moe_params const& p, Route const& route, v
     return product;
 }
 
-// Rows from which steps are shorter where the next kernel's weights come behind the last of down's.
+// Rows from which steps are shorter where the next kernel's weights come behind most of down's.
 constexpr int kReadingFirst = 4;
 
 // Down of h [pairs, columns] into y [pairs, hidden].

@@ -98,7 +98,7 @@ struct Product
     bool is_clamped;
     bool has_gelu;
     bool routes; // gate and up: by blocks themselves
-    bool reads_first; // down: the next kernel begins once all weights have been asked for
+    bool reads_first; // down: the next kernel begins once a warp of each block has asked for all of its weights
     float alpha;
     float limit;
     void const* ahead[2]; // what the L2 cache is asked for while the routing is not known yet, or null

@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, 4) row_attention_kernel(__grid_const
     }
     Range<kCluster> const range(p, part, rank, S::kKeys);
     // The next kernel asks for its weights as soon as it begins: memory gives this one's keys first. The round in which
-    // it may begin; a block of one has asked for all it reads.
+    // it may begin, by the block's warp with the fewest; one with a single round asks for all it reads right away.
     int const lets_next = w.reads_first && range.rounds > 1 ? max(range.rounds - 3, 0) : -1;
     if (lets_next < 0)
     {
