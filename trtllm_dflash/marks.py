@@ -47,7 +47,7 @@ def _signal(pids: list[int], number: int) -> None:
 def state(pid: int) -> tuple[str, str]:
     """Reads a process's state and starting time; Z (a zombie) where there is none."""
     try:
-        rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # a name may hold anything
+        rest = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()  # a name may hold anything
     except OSError:
         return "Z", ""
     return rest[0], rest[19]
