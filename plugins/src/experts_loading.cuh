@@ -90,7 +90,7 @@ struct Weights
                 begin_granule();
                 if (!kGateUp && p.reads_first && cursor.is_at_end())
                 {
-                    trigger(); // that one asks for weights as soon as it begins
+                    trigger(); // the next kernel asks for its weights as soon as it begins
                 }
             }
         }
