@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 40
+#define DFLASH_ABI_VERSION 41
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -233,6 +233,7 @@ DFLASH_API cudaError_t dflash_row_attention(const dflash_append_params* append,
 
 #define DFLASH_SKINNY_ROWS 16
 #define DFLASH_WIDE_ROWS 128
+#define DFLASH_WIDE_FP8_ROWS 256
 
 /* norm(x) W^T + bias + residual of few rows: bound by reading W. The sums of a row do not depend on the other rows, nor
  * on their number.
@@ -261,15 +262,20 @@ typedef struct
     void* out; /* [rows, outputs] contiguous */
     int32_t norm_adds_one; /* 1: the norm multiplies by one more than its weight; x and weight BF16 alone */
     int32_t gelu; /* 1: gates go through GELU by its form with tanh, not through SiLU; with swiglu only */
-    const float* row_factors; /* [rows] that sums are multiplied by, or null; of dflash_exact_gemm only */
-    int32_t is_scaled_by_block; /* of FP8 weights; of dflash_skinny_gemm only */
+    const float* row_factors; /* [rows] that sums are multiplied by, or null; of dflash_exact_gemm, and of
+                                 dflash_wide_gemm with FP8 weights */
+    int32_t is_scaled_by_block; /* of FP8 weights */
     int32_t leaves_room; /* 1: with blocks small enough for dflash_row_attention's beside them; of dflash_skinny_gemm */
 } dflash_skinny_gemm_params;
 
 DFLASH_API cudaError_t dflash_skinny_gemm(const dflash_skinny_gemm_params* params, cudaStream_t stream);
 
-/* The same of at most DFLASH_WIDE_ROWS rows, without a norm or FP8 weights, on Hopper. A row's sums depend neither on
- * the other rows nor on their number; their order is another than dflash_skinny_gemm's. */
+/* The same of at most DFLASH_WIDE_ROWS rows, of FP8 weights with a scale a row DFLASH_WIDE_FP8_ROWS, without a norm, on Hopper. A row's sums depend neither on the other rows
+ * nor on their number; their order is another than dflash_skinny_gemm's.
+ *
+ * With FP8 weights x is E4M3, too, and row_factors its scales (dflash_quantize): [rows], or of weights that have them by
+ * block [inputs / 128, rows]. Inputs are a multiple of 16, or of 128 by block, and what is left is BF16. Sums of
+ * products, by block those of 128, are as precise as the tensor cores' own. */
 DFLASH_API cudaError_t dflash_wide_gemm(const dflash_skinny_gemm_params* params, cudaStream_t stream);
 
 /* What the busiest of so many multiprocessors reads of the weight then, in thousandths of an equal share. On the host.
@@ -411,15 +417,18 @@ typedef struct
 
 DFLASH_API cudaError_t dflash_gate(const dflash_gate_params* params, cudaStream_t stream);
 
-/* Rows as E4M3 and a scale each, the largest magnitude / 448 (and 1e-12). I is a multiple of 8 and at most 32,768; with
- * a scale for each 128 numbers of a row, a multiple of 128. */
+/* Rows, or their RMSNorm as dflash_rms_norm rounds it, as E4M3 and a scale each, the largest magnitude / 448 (and
+ * 1e-12). I is a multiple of 8 and at most 32,768; with a scale for each 128 numbers of a row, a multiple of 128. */
 typedef struct
 {
     int32_t dtype; /* FP16 or BF16: x */
     int32_t rows;
     int32_t size; /* I */
     int32_t by_block; /* whether each 128 numbers of a row have a scale */
+    int32_t is_weight_wide; /* 1: norm_weight is FP32, and rows are rounded once, behind it */
+    float eps; /* of the norm */
     const void* x; /* [rows, I] contiguous */
+    const void* norm_weight; /* [I], or null: x as it is */
     uint8_t* out; /* [rows, I] contiguous */
     float* scale; /* [rows], or by block [I / 128, rows] */
 } dflash_quantize_params;

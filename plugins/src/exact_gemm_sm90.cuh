@@ -113,7 +113,8 @@ struct Epilogue
     // nth: of the block's tiles.
     __device__ __forceinline__ void finish(int tile, int nth, Sums<L>& c) const
     {
-        auto const scaled = [&](float x, bool below) { return x * factors.of(below); };
+        auto const scaled = [&](float2 const& sums, bool below, int)
+        { return float2{sums.x * factors.of(below), sums.y * factors.of(below)}; };
         auto const wait_for_inbox = [&]
         {
             if (nth > 0)

@@ -10,25 +10,11 @@ namespace
 {
 
 constexpr int kVector = 8; // elements of one 16-byte access
-constexpr int kMaxThreads = 1024;
 constexpr int kMaxVectors = 4; // a thread's
-
-// The sum of x over the block's threads, which are whole warps.
-__device__ __forceinline__ float block_sum(float x)
-{
-    __shared__ float sums[kMaxThreads / 32];
-    x = warp_sum(x);
-    if (threadIdx.x % 32 == 0)
-    {
-        sums[threadIdx.x / 32] = x;
-    }
-    __syncthreads();
-    return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0.f);
-}
 
 // One block a row. A row stays in registers between the sum of its squares and its scaling. W: the weight's type.
 template <typename T, typename W, bool kResidual, int kVectors>
-__global__ void __launch_bounds__(kMaxThreads) rms_norm_kernel(dflash_rms_norm_params const p)
+__global__ void __launch_bounds__(kMostNormThreads) rms_norm_kernel(dflash_rms_norm_params const p)
 {
     using Row = Vector<T, kVector>;
     trigger();
@@ -98,7 +84,7 @@ __global__ void __launch_bounds__(kMaxThreads) rms_norm_kernel(dflash_rms_norm_p
 
 // One block a row: its norm, then what is added to it and what that is multiplied by, each rounded.
 template <typename T, typename W, int kVectors>
-__global__ void __launch_bounds__(kMaxThreads) add_normed_kernel(dflash_add_normed_params const p)
+__global__ void __launch_bounds__(kMostNormThreads) add_normed_kernel(dflash_add_normed_params const p)
 {
     trigger();
     W const* weight = static_cast<W const*>(p.weight); // a constant, as the factor is
@@ -162,7 +148,7 @@ template <typename T, typename W>
 cudaError_t launch_add_normed(dflash_add_normed_params const& p, cudaStream_t stream)
 {
     int const vectors = p.size / kVector;
-    int const threads = vectors >= kMaxThreads ? kMaxThreads : (vectors + 31) / 32 * 32;
+    int const threads = vectors >= kMostNormThreads ? kMostNormThreads : (vectors + 31) / 32 * 32;
     auto const kernel = vectors <= threads ? add_normed_kernel<T, W, 1> : add_normed_kernel<T, W, kMaxVectors>;
     return launch_kernel(kernel, dim3(p.rows), threads, 0, stream, p);
 }
@@ -171,7 +157,7 @@ template <typename T, typename W, bool kResidual>
 cudaError_t launch_rms_norm(dflash_rms_norm_params const& p, cudaStream_t stream)
 {
     int const vectors = p.size / kVector;
-    int const threads = vectors >= kMaxThreads ? kMaxThreads : (vectors + 31) / 32 * 32;
+    int const threads = vectors >= kMostNormThreads ? kMostNormThreads : (vectors + 31) / 32 * 32;
     dim3 const grid(static_cast<unsigned>(p.slots) * p.rows);
     auto const kernel
         = vectors <= threads ? rms_norm_kernel<T, W, kResidual, 1> : rms_norm_kernel<T, W, kResidual, kMaxVectors>;
@@ -223,7 +209,7 @@ cudaError_t launch_swiglu(dflash_swiglu_params const& p, cudaStream_t stream)
 extern "C" cudaError_t dflash_rms_norm(dflash_rms_norm_params const* p, cudaStream_t stream)
 {
     using namespace dflash;
-    if (p->size < kVector || p->size % kVector || p->size > kVector * kMaxThreads * kMaxVectors
+    if (p->size < kVector || p->size % kVector || p->size > kVector * kMostNormThreads * kMaxVectors
         || p->x_slot_stride % kVector || p->x_row_stride % kVector || (p->residual != nullptr) != (p->sum != nullptr))
     {
         return cudaErrorInvalidValue;
@@ -246,7 +232,7 @@ extern "C" cudaError_t dflash_rms_norm(dflash_rms_norm_params const* p, cudaStre
 extern "C" cudaError_t dflash_add_normed(dflash_add_normed_params const* p, cudaStream_t stream)
 {
     using namespace dflash;
-    if (p->size < kVector || p->size % kVector || p->size > kVector * kMaxThreads * kMaxVectors)
+    if (p->size < kVector || p->size % kVector || p->size > kVector * kMostNormThreads * kMaxVectors)
     {
         return cudaErrorInvalidValue;
     }

@@ -8,6 +8,21 @@
 namespace dflash
 {
 
+constexpr int kMostNormThreads = 1024; // of a block, which has a row
+
+// The sum of x over the block's threads, which are whole warps.
+__device__ __forceinline__ float block_sum(float x)
+{
+    __shared__ float sums[kMostNormThreads / 32];
+    x = warp_sum(x);
+    if (threadIdx.x % 32 == 0)
+    {
+        sums[threadIdx.x / 32] = x;
+    }
+    __syncthreads();
+    return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0.f);
+}
+
 // A vector of a norm's weights, by accesses of at most 16 bytes.
 template <typename W, int N = 8>
 __device__ __forceinline__ Vector<W, N> load_weights(W const* from)

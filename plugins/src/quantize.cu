@@ -2,6 +2,7 @@
 #include "dflash_kernels.h"
 #include "element.cuh"
 #include "launch.cuh"
+#include "normed.cuh"
 
 #include <cuda_fp8.h>
 
@@ -48,6 +49,30 @@ __device__ __forceinline__ void store_scaled(uint8_t* out, Vector<T, kVector> co
     *reinterpret_cast<uint2*>(out) = *reinterpret_cast<uint2 const*>(pairs);
 }
 
+// The largest of the block's threads, which are whole warps.
+__device__ __forceinline__ float block_max(float x)
+{
+    __shared__ float warps[kMaxThreads / 32];
+    x = warp_max(x);
+    if (threadIdx.x % 32 == 0)
+    {
+        warps[threadIdx.x / 32] = x;
+    }
+    __syncthreads();
+    return warp_max(threadIdx.x % 32 < blockDim.x / 32 ? warps[threadIdx.x % 32] : 0.f);
+}
+
+// The largest of the lanes that have a block.
+__device__ __forceinline__ float block_lanes_max(float x)
+{
+#pragma unroll
+    for (int step = kBlockLanes / 2; step > 0; step /= 2)
+    {
+        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+    }
+    return x;
+}
+
 // One block a row, which stays in registers between its largest number and its scaling.
 template <typename T, int kVectors>
 __global__ void __launch_bounds__(kMaxThreads) quantize_kernel(dflash_quantize_params const p)
@@ -67,15 +92,7 @@ __global__ void __launch_bounds__(kMaxThreads) quantize_kernel(dflash_quantize_p
             largest = largest_of(held[i], largest);
         }
     }
-    __shared__ float warps[kMaxThreads / 32];
-    largest = warp_max(largest);
-    if (threadIdx.x % 32 == 0)
-    {
-        warps[threadIdx.x / 32] = largest;
-    }
-    __syncthreads();
-    largest = warp_max(threadIdx.x % 32 < blockDim.x / 32 ? warps[threadIdx.x % 32] : 0.f);
-    float const scale = scale_of(largest);
+    float const scale = scale_of(block_max(largest));
     if (threadIdx.x == 0)
     {
         p.scale[row] = scale;
@@ -91,6 +108,74 @@ __global__ void __launch_bounds__(kMaxThreads) quantize_kernel(dflash_quantize_p
     }
 }
 
+// One block a row, normed before, as rms_norm_kernel gives it.
+template <typename T, typename W, int kVectors>
+__global__ void __launch_bounds__(kMostNormThreads) quantize_normed_kernel(dflash_quantize_params const p)
+{
+    trigger();
+    W const* weight = static_cast<W const*>(p.norm_weight); // a constant
+    Vector<W, kVector> by[kVectors];
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+    {
+        if (int const at = (threadIdx.x + i * blockDim.x) * kVector; at < p.size)
+        {
+            by[i] = load_weights<W>(weight + at);
+        }
+    }
+    wait();
+    int64_t const row = blockIdx.x;
+    T const* x = static_cast<T const*>(p.x) + row * p.size;
+    Vector<T, kVector> held[kVectors] = {};
+    float squares = 0.f;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+    {
+        int const at = (threadIdx.x + i * blockDim.x) * kVector;
+        if (at >= p.size)
+        {
+            continue;
+        }
+        held[i] = load_vector<T, kVector>(x + at);
+#pragma unroll
+        for (int j = 0; j < kVector; ++j)
+        {
+            float const value = to_float(held[i].at[j]);
+            squares += value * value;
+        }
+    }
+    float const root = rsqrtf(block_sum(squares) / static_cast<float>(p.size) + p.eps);
+    float largest = 0.f;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+    {
+        if ((threadIdx.x + i * blockDim.x) * kVector < p.size)
+        {
+            held[i] = normed(held[i], root, by[i]);
+            largest = largest_of(held[i], largest);
+        }
+    }
+    float const of_row = p.by_block ? 0.f : scale_of(block_max(largest));
+    if (!p.by_block && threadIdx.x == 0)
+    {
+        p.scale[row] = of_row;
+    }
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+    {
+        int const at = (threadIdx.x + i * blockDim.x) * kVector;
+        float const scale = p.by_block ? scale_of(block_lanes_max(largest_of(held[i], 0.f))) : of_row;
+        if (at < p.size)
+        {
+            store_scaled(p.out + row * p.size + at, held[i], scale);
+            if (p.by_block && threadIdx.x % kBlockLanes == 0)
+            {
+                p.scale[int64_t{at / kBlock} * p.rows + row] = scale;
+            }
+        }
+    }
+}
+
 // Half a warp a block of a row.
 template <typename T>
 __global__ void __launch_bounds__(kBlockThreads) quantize_blocks_kernel(dflash_quantize_params const p)
@@ -101,13 +186,7 @@ __global__ void __launch_bounds__(kBlockThreads) quantize_blocks_kernel(dflash_q
     bool const is_one = index < int64_t{p.rows} * blocks;
     int64_t const at = index * kBlock + threadIdx.x % kBlockLanes * kVector;
     auto const held = is_one ? load_vector<T, kVector>(static_cast<T const*>(p.x) + at) : Vector<T, kVector>{};
-    float largest = largest_of(held, 0.f);
-#pragma unroll
-    for (int step = kBlockLanes / 2; step > 0; step /= 2)
-    {
-        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
-    }
-    float const scale = scale_of(largest);
+    float const scale = scale_of(block_lanes_max(largest_of(held, 0.f)));
     if (is_one)
     {
         store_scaled(p.out + at, held, scale);
@@ -118,17 +197,29 @@ __global__ void __launch_bounds__(kBlockThreads) quantize_blocks_kernel(dflash_q
     }
 }
 
+template <typename T, typename W>
+cudaError_t launch_normed(dflash_quantize_params const& p, int threads, cudaStream_t stream)
+{
+    bool const has_one = p.size <= threads * kVector;
+    auto const kernel = has_one ? quantize_normed_kernel<T, W, 1> : quantize_normed_kernel<T, W, kMaxVectors>;
+    return launch_kernel(kernel, dim3(p.rows), threads, 0, stream, p);
+}
+
 template <typename T>
 cudaError_t launch_quantize(dflash_quantize_params const& p, cudaStream_t stream)
 {
-    if (p.by_block)
-    {
-        int64_t const threads = int64_t{p.rows} * p.size / kVector;
-        int const count = static_cast<int>((threads + kBlockThreads - 1) / kBlockThreads);
-        return launch_kernel(quantize_blocks_kernel<T>, dim3(count), kBlockThreads, 0, stream, p);
-    }
     int const vectors = p.size / kVector;
     int const threads = vectors >= kMaxThreads ? kMaxThreads : (vectors + 31) / 32 * 32;
+    if (p.norm_weight)
+    {
+        return p.is_weight_wide ? launch_normed<T, float>(p, threads, stream) : launch_normed<T, T>(p, threads, stream);
+    }
+    if (p.by_block)
+    {
+        int64_t const all = int64_t{p.rows} * vectors;
+        int const count = static_cast<int>((all + kBlockThreads - 1) / kBlockThreads);
+        return launch_kernel(quantize_blocks_kernel<T>, dim3(count), kBlockThreads, 0, stream, p);
+    }
     auto const kernel = vectors <= threads ? quantize_kernel<T, 1> : quantize_kernel<T, kMaxVectors>;
     return launch_kernel(kernel, dim3(p.rows), threads, 0, stream, p);
 }

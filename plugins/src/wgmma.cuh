@@ -1,6 +1,8 @@
 // Hopper's warpgroup products (wgmma): what their instructions say in C++.
 #pragma once
 
+#include "element.cuh"
+
 #include <cstdint>
 #include <type_traits>
 
@@ -255,78 +257,91 @@ __device__ __forceinline__ void multiply_add_rows(float (&c)[kTiles][4], uint32_
     "%126,%127}"
 
 // at_a, at_b: which operands of the instruction a and b are.
-#define DFLASH_MULTIPLY_TYPE(n, type, sums, at_a, at_b, ...)                                                           \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " " sums ", %" #at_a ", %" #at_b      \
-                 ", 1, 1, 1, 0, 0;"                                                                                    \
+#define DFLASH_MULTIPLY_TYPE(n, columns, type, how, sums, at_a, at_b, ...)                                             \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k" #columns ".f32." type "." type " " sums ", %" #at_a        \
+                 ", %" #at_b ", " how ";"                                                                              \
         : __VA_ARGS__                                                                                                  \
         : "l"(a), "l"(b)                                                                                               \
         : "memory")
-#define DFLASH_MULTIPLY_BOTH(n, sums, at_a, at_b, ...)                                                                 \
-    if constexpr (std::is_same_v<T, __half>)                                                                           \
-        DFLASH_MULTIPLY_TYPE(n, "f16", sums, at_a, at_b, __VA_ARGS__);                                                 \
+#define DFLASH_MULTIPLY_EACH(n, sums, at_a, at_b, ...)                                                                 \
+    if constexpr (!kAdds)                                                                                              \
+        DFLASH_MULTIPLY_TYPE(n, 32, "e4m3", "0, 1, 1", sums, at_a, at_b, __VA_ARGS__);                                 \
+    else if constexpr (std::is_same_v<T, E4M3>)                                                                        \
+        DFLASH_MULTIPLY_TYPE(n, 32, "e4m3", "1, 1, 1", sums, at_a, at_b, __VA_ARGS__);                                 \
+    else if constexpr (std::is_same_v<T, __half>)                                                                      \
+        DFLASH_MULTIPLY_TYPE(n, 16, "f16", "1, 1, 1, 0, 0", sums, at_a, at_b, __VA_ARGS__);                            \
     else                                                                                                               \
-        DFLASH_MULTIPLY_TYPE(n, "bf16", sums, at_a, at_b, __VA_ARGS__)
+        DFLASH_MULTIPLY_TYPE(n, 16, "bf16", "1, 1, 1, 0, 0", sums, at_a, at_b, __VA_ARGS__)
 
-// c [64, 8 kTiles] += a [64, 16] b [8 kTiles, 16]^T, by as few instructions as there are for so many columns: each
-// reads a anew.
-template <typename T, int kTiles>
+// c [64, 8 kTiles] += a [64, 32 bytes] b [8 kTiles, 32 bytes]^T, by as few instructions as there are for so many
+// columns: each reads a anew. Without kAdds, of E4M3 alone: c = instead.
+template <typename T, int kTiles, bool kAdds = true>
 __device__ __forceinline__ void multiply_add_columns(float (*c)[4], uint64_t a, uint64_t b)
 {
-    static_assert(kTiles > 1);
+    static_assert(kTiles > 1 && (kAdds || std::is_same_v<T, E4M3>));
     constexpr bool kIsOne = kTiles == 32 || kTiles == 24 || kTiles == 14 || kTiles == 12 || kTiles == 10 || kTiles < 8;
     constexpr int kFirst = kIsOne ? kTiles : kTiles >= 16 ? 16 : 8;
     if constexpr (kFirst == 32)
     {
-        DFLASH_MULTIPLY_BOTH(256, DFLASH_REGISTERS_128, 128, 129, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
+        DFLASH_MULTIPLY_EACH(256, DFLASH_REGISTERS_128, 128, 129, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
             DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12), DFLASH_FRAGMENTS(c, 16), DFLASH_FRAGMENTS(c, 20),
             DFLASH_FRAGMENTS(c, 24), DFLASH_FRAGMENTS(c, 28));
     }
     else if constexpr (kFirst == 24)
     {
-        DFLASH_MULTIPLY_BOTH(192, DFLASH_REGISTERS_96, 96, 97, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
+        DFLASH_MULTIPLY_EACH(192, DFLASH_REGISTERS_96, 96, 97, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
             DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12), DFLASH_FRAGMENTS(c, 16), DFLASH_FRAGMENTS(c, 20));
     }
     else if constexpr (kFirst == 14)
     {
-        DFLASH_MULTIPLY_BOTH(112, DFLASH_REGISTERS_56, 56, 57, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
+        DFLASH_MULTIPLY_EACH(112, DFLASH_REGISTERS_56, 56, 57, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
             DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENT(c, 12), DFLASH_FRAGMENT(c, 13));
     }
     else if constexpr (kFirst == 12)
     {
-        DFLASH_MULTIPLY_BOTH(96, DFLASH_REGISTERS_48, 48, 49, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
-            DFLASH_FRAGMENTS(c, 8));
+        DFLASH_MULTIPLY_EACH(
+            96, DFLASH_REGISTERS_48, 48, 49, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4), DFLASH_FRAGMENTS(c, 8));
     }
     else if constexpr (kFirst == 10)
     {
-        DFLASH_MULTIPLY_BOTH(80, DFLASH_REGISTERS_40, 40, 41, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
+        DFLASH_MULTIPLY_EACH(80, DFLASH_REGISTERS_40, 40, 41, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
             DFLASH_FRAGMENT(c, 8), DFLASH_FRAGMENT(c, 9));
     }
     else if constexpr (kFirst == 7)
     {
-        DFLASH_MULTIPLY_BOTH(56, DFLASH_REGISTERS_28, 28, 29, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENT(c, 4),
+        DFLASH_MULTIPLY_EACH(56, DFLASH_REGISTERS_28, 28, 29, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENT(c, 4),
             DFLASH_FRAGMENT(c, 5), DFLASH_FRAGMENT(c, 6));
     }
     else if constexpr (kFirst == 6)
     {
-        DFLASH_MULTIPLY_BOTH(48, DFLASH_REGISTERS_24, 24, 25, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENT(c, 4),
-            DFLASH_FRAGMENT(c, 5));
+        DFLASH_MULTIPLY_EACH(
+            48, DFLASH_REGISTERS_24, 24, 25, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENT(c, 4), DFLASH_FRAGMENT(c, 5));
     }
     else if constexpr (kFirst == 5)
     {
-        DFLASH_MULTIPLY_BOTH(40, DFLASH_REGISTERS_20, 20, 21, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENT(c, 4));
+        DFLASH_MULTIPLY_EACH(40, DFLASH_REGISTERS_20, 20, 21, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENT(c, 4));
     }
     else if constexpr (kFirst == 4)
     {
-        DFLASH_MULTIPLY_BOTH(32, DFLASH_REGISTERS_16, 16, 17, DFLASH_FRAGMENTS(c, 0));
+        DFLASH_MULTIPLY_EACH(32, DFLASH_REGISTERS_16, 16, 17, DFLASH_FRAGMENTS(c, 0));
     }
     else if constexpr (kFirst == 3)
     {
-        DFLASH_MULTIPLY_BOTH(24, DFLASH_REGISTERS_12, 12, 13, DFLASH_FRAGMENT(c, 0), DFLASH_FRAGMENT(c, 1),
-            DFLASH_FRAGMENT(c, 2));
+        DFLASH_MULTIPLY_EACH(
+            24, DFLASH_REGISTERS_12, 12, 13, DFLASH_FRAGMENT(c, 0), DFLASH_FRAGMENT(c, 1), DFLASH_FRAGMENT(c, 2));
     }
     else if constexpr (kFirst == 2)
     {
-        DFLASH_MULTIPLY_BOTH(16, DFLASH_REGISTERS_8, 8, 9, DFLASH_FRAGMENT(c, 0), DFLASH_FRAGMENT(c, 1));
+        DFLASH_MULTIPLY_EACH(16, DFLASH_REGISTERS_8, 8, 9, DFLASH_FRAGMENT(c, 0), DFLASH_FRAGMENT(c, 1));
+    }
+    else if constexpr (kFirst == 16 && std::is_same_v<T, E4M3>)
+    {
+        DFLASH_MULTIPLY_EACH(128, DFLASH_REGISTERS_64, 64, 65, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
+            DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12));
+    }
+    else if constexpr (kFirst == 8 && std::is_same_v<T, E4M3>)
+    {
+        DFLASH_MULTIPLY_EACH(64, DFLASH_REGISTERS_32, 32, 33, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4));
     }
     else if constexpr (kFirst == 16)
     {
@@ -338,11 +353,12 @@ __device__ __forceinline__ void multiply_add_columns(float (*c)[4], uint64_t a, 
     }
     if constexpr (kTiles > kFirst)
     {
-        multiply_add_columns<T, kTiles - kFirst>(c + kFirst, a, b + kFirst * (1024 >> 4)); // 8 rows of 128 bytes a tile
+        multiply_add_columns<T, kTiles - kFirst, kAdds>(
+            c + kFirst, a, b + kFirst * (1024 >> 4)); // 8 rows of 128 bytes a tile
     }
 }
 
-#undef DFLASH_MULTIPLY_BOTH
+#undef DFLASH_MULTIPLY_EACH
 #undef DFLASH_MULTIPLY_TYPE
 #undef DFLASH_MULTIPLY_ROWS
 #undef DFLASH_REGISTERS_8

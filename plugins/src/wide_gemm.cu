@@ -26,15 +26,36 @@ struct Division
 constexpr Division kDivisions[]
     = {{32, 2}, {48, 2}, {64, 2}, {80, 2}, {96, 2}, {128, 2}, {192, 1}, {128, 1}, {112, 1}, {96, 1}};
 
+// Outputs of a warpgroup, where lines have scales of their own: a line's sums are apart from those before.
+constexpr int kMostScaled = 96;
+
+bool is_fp8(dflash_skinny_gemm_params const& p)
+{
+    return p.weight_dtype == DFLASH_FP8;
+}
+
+// Of a weight's row.
+int lines_of(dflash_skinny_gemm_params const& p)
+{
+    return (p.inputs * (is_fp8(p) ? 1 : 2) + kLine - 1) / kLine;
+}
+
 // Lines of a weight's rows that the busiest multiprocessor reads; none where a product cannot be divided so.
 int64_t most_lines(dflash_skinny_gemm_params const& p, Division const& x, int processors)
 {
     int const tiles = (p.outputs + x.outputs - 1) / x.outputs, clusters = std::max(processors / x.splits, 1);
-    int const lines = (p.inputs * 2 / kLine + x.splits - 1) / x.splits;
+    int const lines = (lines_of(p) + x.splits - 1) / x.splits;
     // With SwiGLU no block has part of a sum, and a warpgroup's share of a tile is whole granules.
     bool const fits = x.splits == 1 ? !p.swiglu || x.outputs % (2 * kGranule) == 0
-                                    : tiles <= clusters && !p.swiglu && p.inputs * 2 / kLine >= x.splits;
-    return fits ? int64_t{(tiles + clusters - 1) / clusters} * x.outputs * lines : INT64_MAX;
+                                    : tiles <= clusters && !p.swiglu && lines_of(p) >= x.splits;
+    bool const has_registers = !p.is_scaled_by_block || p.rows <= 64 || x.outputs <= kMostScaled;
+    return fits && has_registers ? int64_t{(tiles + clusters - 1) / clusters} * x.outputs * lines : INT64_MAX;
+}
+
+// Multiprocessors for each DFLASH_WIDE_ROWS of the rows, which are multiplied side by side.
+int own_processors(dflash_skinny_gemm_params const& p, int processors)
+{
+    return processors / std::max((p.rows + DFLASH_WIDE_ROWS - 1) / DFLASH_WIDE_ROWS, 1);
 }
 
 // Chooses the division after which that is least.
@@ -56,38 +77,82 @@ cudaError_t launch(dflash_skinny_gemm_params const& p, int processors, cudaStrea
     return error ? error : launch_kernel(kernel, grid, kThreads, L::kBytes, stream, launch);
 }
 
-template <typename T, int kRows>
-cudaError_t launch(dflash_skinny_gemm_params const& p, int processors, cudaStream_t stream)
+// What is multiplied, and what comes of it.
+template <typename OutputType, typename FactorType, bool kScaledByBlock>
+struct Kind
 {
-    Division const division = choose(p, processors);
-    switch (division.outputs * 8 + division.splits)
+    template <int kRows, int kOutputs, int kSplits>
+    static cudaError_t launch_tiles(dflash_skinny_gemm_params const& p, int processors, cudaStream_t stream)
     {
-    case 32 * 8 + 2: return launch<Layout<T, kRows, 32, 2>>(p, processors, stream);
-    case 48 * 8 + 2: return launch<Layout<T, kRows, 48, 2>>(p, processors, stream);
-    case 64 * 8 + 2: return launch<Layout<T, kRows, 64, 2>>(p, processors, stream);
-    case 80 * 8 + 2: return launch<Layout<T, kRows, 80, 2>>(p, processors, stream);
-    case 96 * 8 + 2: return launch<Layout<T, kRows, 96, 2>>(p, processors, stream);
-    case 96 * 8 + 1: return launch<Layout<T, kRows, 96, 1>>(p, processors, stream);
-    case 112 * 8 + 1: return launch<Layout<T, kRows, 112, 1>>(p, processors, stream);
-    case 128 * 8 + 2: return launch<Layout<T, kRows, 128, 2>>(p, processors, stream);
-    case 128 * 8 + 1: return launch<Layout<T, kRows, 128, 1>>(p, processors, stream);
-    case 192 * 8 + 1: return launch<Layout<T, kRows, 192, 1>>(p, processors, stream);
-    default: return cudaErrorInvalidValue;
+        if constexpr (kScaledByBlock && kRows > 64 && kOutputs > kMostScaled)
+        {
+            return cudaErrorInvalidValue; // not chosen
+        }
+        else
+        {
+            return launch<Layout<OutputType, kRows, kOutputs, kSplits, FactorType, kScaledByBlock>>(
+                p, processors, stream);
+        }
     }
+
+    template <int kRows>
+    static cudaError_t launch_rows(dflash_skinny_gemm_params const& p, int processors, cudaStream_t stream)
+    {
+        Division const division = choose(p, processors);
+        switch (division.outputs * 8 + division.splits)
+        {
+        case 32 * 8 + 2: return launch_tiles<kRows, 32, 2>(p, processors, stream);
+        case 48 * 8 + 2: return launch_tiles<kRows, 48, 2>(p, processors, stream);
+        case 64 * 8 + 2: return launch_tiles<kRows, 64, 2>(p, processors, stream);
+        case 80 * 8 + 2: return launch_tiles<kRows, 80, 2>(p, processors, stream);
+        case 96 * 8 + 2: return launch_tiles<kRows, 96, 2>(p, processors, stream);
+        case 96 * 8 + 1: return launch_tiles<kRows, 96, 1>(p, processors, stream);
+        case 112 * 8 + 1: return launch_tiles<kRows, 112, 1>(p, processors, stream);
+        case 128 * 8 + 2: return launch_tiles<kRows, 128, 2>(p, processors, stream);
+        case 128 * 8 + 1: return launch_tiles<kRows, 128, 1>(p, processors, stream);
+        case 192 * 8 + 1: return launch_tiles<kRows, 192, 1>(p, processors, stream);
+        default: return cudaErrorInvalidValue;
+        }
+    }
+
+    static cudaError_t launch_any(dflash_skinny_gemm_params const& p, cudaStream_t stream)
+    {
+        int processors = 0;
+        cudaError_t const error = find_hopper_processors(processors);
+        if (error != cudaSuccess)
+        {
+            return error;
+        }
+        int const own = own_processors(p, processors);
+        return p.rows <= 32 ? launch_rows<32>(p, own, stream)
+            : p.rows <= 64  ? launch_rows<64>(p, own, stream)
+                            : launch_rows<DFLASH_WIDE_ROWS>(p, own, stream);
+    }
+};
+
+cudaError_t launch_bf16(dflash_skinny_gemm_params const& p, cudaStream_t stream)
+{
+    using T = __nv_bfloat16;
+    return !is_fp8(p)          ? Kind<T, T, false>::launch_any(p, stream)
+        : p.is_scaled_by_block ? Kind<T, E4M3, true>::launch_any(p, stream)
+                               : Kind<T, E4M3, false>::launch_any(p, stream);
 }
 
-template <typename T>
-cudaError_t launch(dflash_skinny_gemm_params const& p, cudaStream_t stream)
+// Whether numbers are of types and sizes that there are products of.
+bool are_known(dflash_skinny_gemm_params const& p)
 {
-    int processors = 0;
-    cudaError_t const error = find_hopper_processors(processors);
-    if (error != cudaSuccess)
+    bool const has_more_rows = is_fp8(p) && !p.is_scaled_by_block;
+    if (p.rows < 0 || p.rows > (has_more_rows ? DFLASH_WIDE_FP8_ROWS : DFLASH_WIDE_ROWS))
     {
-        return error;
+        return false;
     }
-    return p.rows <= 32 ? launch<T, 32>(p, processors, stream)
-        : p.rows <= 64  ? launch<T, 64>(p, processors, stream)
-                        : launch<T, 128>(p, processors, stream);
+    if (is_fp8(p))
+    {
+        int const unit = p.is_scaled_by_block ? kLine : 16;
+        return p.dtype == DFLASH_BF16 && p.scale && p.row_factors && p.inputs >= unit && p.inputs % unit == 0;
+    }
+    return p.weight_dtype == p.dtype && !p.scale && !p.row_factors && p.inputs >= kLine / 2
+        && p.inputs % (kLine / 2) == 0;
 }
 
 } // namespace
@@ -95,17 +160,17 @@ cudaError_t launch(dflash_skinny_gemm_params const& p, cudaStream_t stream)
 
 extern "C" int32_t dflash_wide_gemm_load(dflash_skinny_gemm_params const* p, int32_t processors)
 {
-    int64_t const most = dflash::most_lines(*p, dflash::choose(*p, processors), processors);
-    int64_t const all = int64_t{p->outputs} * (p->inputs * 2 / dflash::wide::kLine);
-    return static_cast<int32_t>(std::min(1000 * most * processors / all, int64_t{INT32_MAX}));
+    int const own = dflash::own_processors(*p, processors);
+    int64_t const most = dflash::most_lines(*p, dflash::choose(*p, own), own);
+    int64_t const all = int64_t{p->outputs} * dflash::lines_of(*p);
+    return static_cast<int32_t>(std::min(1000 * most * own / all, int64_t{INT32_MAX}));
 }
 
 extern "C" cudaError_t dflash_wide_gemm(dflash_skinny_gemm_params const* p, cudaStream_t stream)
 {
     using namespace dflash;
-    if (p->rows < 0 || p->rows > DFLASH_WIDE_ROWS || p->row_factors || p->inputs < kLine / 2 || p->inputs % (kLine / 2)
-        || p->outputs < kGranule || p->outputs % kGranule || p->weight_dtype != p->dtype || p->norm_weight || p->scale
-        || (p->swiglu && p->residual) || (p->gelu && !p->swiglu))
+    if (!are_known(*p) || p->outputs < kGranule || p->outputs % kGranule || p->norm_weight || (p->swiglu && p->residual)
+        || (p->gelu && !p->swiglu))
     {
         return cudaErrorInvalidValue;
     }
@@ -115,8 +180,8 @@ extern "C" cudaError_t dflash_wide_gemm(dflash_skinny_gemm_params const* p, cuda
     }
     switch (p->dtype)
     {
-    case DFLASH_FP16: return launch<__half>(*p, stream);
-    case DFLASH_BF16: return launch<__nv_bfloat16>(*p, stream);
+    case DFLASH_FP16: return Kind<__half, __half, false>::launch_any(*p, stream);
+    case DFLASH_BF16: return launch_bf16(*p, stream);
     default: return cudaErrorInvalidValue;
     }
 }

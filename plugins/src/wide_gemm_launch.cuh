@@ -26,13 +26,14 @@ cudaError_t map_weight(dflash_skinny_gemm_params const& p, int outputs, CUtensor
 template <typename L>
 cudaError_t fill(dflash_skinny_gemm_params const& p, Launch& launch)
 {
-    using T = typename L::T;
+    using Factor = typename L::Factor;
+    int const row_bytes = p.inputs * static_cast<int>(sizeof(Factor));
     launch.p = p;
-    launch.lines = p.inputs * static_cast<int>(sizeof(T)) / kLine;
+    launch.lines = (row_bytes + kLine - 1) / kLine; // what a row lacks of the last one comes as zeros
     launch.tiles = (p.outputs + L::kOutputs - 1) / L::kOutputs;
     launch.box_rows = std::min((p.rows + 7) / 8 * 8, L::kRows);
-    cudaError_t const error = map_weight<T>(p, L::kOutputs, launch.weight);
-    return error ? error : map_rows(p.x, p.rows, p.inputs * sizeof(T), launch.box_rows, launch.inputs);
+    cudaError_t const error = map_weight<Factor>(p, L::kOutputs, launch.weight);
+    return error ? error : map_rows(p.x, p.rows, row_bytes, launch.box_rows, launch.inputs);
 }
 
 } // namespace wide

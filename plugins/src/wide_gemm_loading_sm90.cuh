@@ -28,10 +28,15 @@ constexpr int kAskedAtOnce = 32 * 1024, kAskedInCycle = 18;
 constexpr int kLimit = 212 * 1024; // of shared memory: more than half, so that no two blocks share a multiprocessor
 
 // A tile: kRows tokens times kOutputs rows of a weight, whose inputs a cluster's two blocks share, or one has all.
-template <typename InputType, int kTileRows, int kTileOutputs, int kClusterSplits>
+// FactorType: of the numbers that are multiplied. kScaledByBlock: E4M3 ones that have a scale for each line of a row,
+// and for each line of 128 of a weight's rows; else one a row.
+template <typename OutputType, int kTileRows, int kTileOutputs, int kClusterSplits, typename FactorType = OutputType,
+    bool kScaledByBlock = false>
 struct Layout
 {
-    using T = InputType;
+    using T = OutputType;
+    using Factor = FactorType;
+    static constexpr bool kByBlock = kScaledByBlock;
     static constexpr int kRows = kTileRows;
     static constexpr int kOutputs = kTileOutputs;
     static constexpr int kSplits = kClusterSplits;

@@ -3,6 +3,7 @@
 
 #include "pairs.cuh"
 #include "product_order.cuh"
+#include "row_factors.cuh"
 #include "wgmma.cuh"
 #include "wide_gemm_loading_sm90.cuh"
 
@@ -17,11 +18,94 @@ namespace wide
 template <typename L>
 using Sums = float[L::kTiles][4];
 
+// Where the lane's first number of a tile of 8 outputs lies among a weight's rows: with SwiGLU they come as granules
+// do. Of a tile past the last, some row.
+__device__ __forceinline__ int weight_row(dflash_skinny_gemm_params const& p, int output)
+{
+    int const own = p.swiglu ? output / 8 % 2 * (p.outputs / 2) + output / kGranule * 8 : output;
+    return min(own, p.outputs - 8) + threadIdx.x % 4 * 2;
+}
+
+// Scales of blocks of 128 of a weight's rows, of a line: those of even tiles' rows and of odd ones', which with SwiGLU
+// are far apart, each in two blocks at most.
+template <typename L>
+struct BlockScales
+{
+    static constexpr int kBlock = 128; // rows, and columns: a line of E4M3
+    static_assert(!L::kByBlock || L::kGroupOutputs <= kBlock);
+
+    // Those of a line.
+    struct OfLine
+    {
+        float rows[2];
+        float weight[2][2];
+    };
+
+    float const* rows[2]; // of the thread's two rows; null: there is none
+    int rows_step; // from line to line
+    float const* weight[2][2]; // of even and odd tiles: their first block's, and the next one's
+    int in_first[2]; // tiles from the first to those of the next block, of even and odd ones
+
+    // output: of the warpgroup's first tile. row: the thread's first one.
+    __device__ __forceinline__ BlockScales(dflash_skinny_gemm_params const& p, int lines, int output, int row)
+        : rows_step(p.rows)
+    {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+        {
+            rows[i] = row + 8 * i < p.rows ? p.row_factors + row + 8 * i : nullptr;
+            int const first = weight_row(p, output + 8 * i) / 8 * 8, block = first / kBlock;
+            int const last = (p.outputs - 1) / kBlock;
+            weight[i][0] = p.scale + block * lines;
+            weight[i][1] = p.scale + min(block + 1, last) * lines;
+            // Without SwiGLU a tile and the next of its kind are 16 rows apart, with it 8.
+            int const step = p.swiglu ? 8 : 16;
+            in_first[i] = 2 * (((block + 1) * kBlock - first + step - 1) / step) + i;
+        }
+    }
+
+    __device__ __forceinline__ OfLine load(int line) const
+    {
+        OfLine x;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+        {
+            x.rows[i] = rows[i] ? __ldcg(rows[i] + line * rows_step) : 0.f;
+            x.weight[i][0] = __ldg(weight[i][0] + line);
+            x.weight[i][1] = __ldg(weight[i][1] + line);
+        }
+        return x;
+    }
+
+    // Adds a line's sums, each by its scales.
+    __device__ __forceinline__ void add(
+        OfLine const& x, float const (&own)[L::kTiles][4], float (&c)[L::kTiles][4]) const
+    {
+        float by[2][2][2]; // of even and odd tiles, of their first block and of the next, of the thread's two rows
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+        {
+            by[i / 4][i / 2 % 2][i % 2] = x.weight[i / 4][i / 2 % 2] * x.rows[i % 2];
+        }
+#pragma unroll
+        for (int tile = 0; tile < L::kTiles; ++tile)
+        {
+            bool const is_in_first = tile < in_first[tile % 2];
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+            {
+                float const first = by[tile % 2][0][j / 2], next = by[tile % 2][1][j / 2];
+                c[tile][j] += own[tile][j] * (is_in_first ? first : next);
+            }
+        }
+    }
+};
+
 // Multiplies: a warpgroup's work.
 template <typename L>
 struct Mainloop
 {
-    using T = typename L::T;
+    using Factor = typename L::Factor;
 
     Shared<L> const& shared;
     Share<L> const& share;
@@ -40,12 +124,54 @@ struct Mainloop
     // Gives one tile's sums, of the lines of this block.
     __device__ __forceinline__ void multiply(Sums<L>& c)
     {
+        clear(c);
+        add_lines(share.lines, c);
+    }
+
+    __device__ __forceinline__ void multiply_scaled(BlockScales<L> const& scales, Sums<L>& c)
+    {
+        clear(c);
+        add_scaled_lines(scales, c);
+    }
+
+    __device__ __forceinline__ static void clear(Sums<L>& c)
+    {
 #pragma unroll
         for (auto& four : c)
         {
             four[0] = four[1] = four[2] = four[3] = 0.f;
         }
-        add_lines(share.lines, c);
+    }
+
+    // Adds the products of the block's lines, each by its scales.
+    __device__ __forceinline__ void add_scaled_lines(BlockScales<L> const& scales, Sums<L>& c)
+    {
+        constexpr int kRowsAt = L::kSharesRows ? 64 * kLine : 0,
+                      kOutputsAt = L::kSharesRows ? 0 : L::kGroupOutputs * kLine;
+        int const last = share.first_line + share.lines - 1;
+        auto next = scales.load(share.first_line), ahead = scales.load(min(share.first_line + 1, last));
+        Sums<L> own = {};
+        for (int i = 0; i < share.lines; ++i)
+        {
+            auto const now = next;
+            next = ahead;
+            ahead = scales.load(min(share.first_line + i + 2, last));
+            wait_for_phase(shared.full(stage.at), stage.phase);
+            uint64_t const rows = sm90::matrix(shared.inputs(stage.at) + group * kRowsAt, 16, 1024);
+            uint64_t const outputs = sm90::matrix(shared.weight(stage.at) + group * kOutputsAt, 16, 1024);
+            sm90::begin_products();
+            sm90::multiply_add_columns<Factor, L::kTiles, false>(own, rows, outputs);
+#pragma unroll
+            for (int part = 1; part < kLine / 32; ++part)
+            {
+                sm90::multiply_add_columns<Factor, L::kTiles>(own, rows + 2 * part, outputs + 2 * part);
+            }
+            sm90::commit_products();
+            sm90::wait_for_products(own);
+            release(stage.at);
+            stage.advance();
+            scales.add(now, own, c);
+        }
     }
 
     // Adds the products of the next lines.
@@ -61,9 +187,9 @@ struct Mainloop
             uint64_t const outputs = sm90::matrix(shared.weight(stage.at) + group * kOutputsAt, 16, 1024);
             sm90::begin_products();
 #pragma unroll
-            for (int part = 0; part < kLine / 32; ++part) // 16 columns
+            for (int part = 0; part < kLine / 32; ++part)
             {
-                sm90::multiply_add_columns<T, L::kTiles>(c, rows + 2 * part, outputs + 2 * part);
+                sm90::multiply_add_columns<Factor, L::kTiles>(c, rows + 2 * part, outputs + 2 * part);
             }
             sm90::commit_products();
             sm90::wait_for_all_but<1>();
@@ -88,7 +214,10 @@ struct Epilogue
 
     // Of kCount tiles, those that are stored at a time.
     template <int kCount>
-    static constexpr int kTurn = kCount <= 8 ? kCount : kCount % 8 == 0 ? 8 : kCount % 6 == 0 ? 6 : 7;
+    static constexpr int kTurn = kCount <= 8 ? kCount
+        : kCount % 8 == 0                    ? 8
+        : kCount % 6 == 0                    ? 6
+                                             : 7;
 
     // Residuals of a turn's tiles, as they lie in memory: of a thread's two rows.
     template <int kCount>
@@ -120,7 +249,8 @@ struct Epilogue
         return shared.inbox() + (tile * kConsumers + threadIdx.x) * 16;
     }
 
-    // nth: of the block's tiles. scaled: gives what is rounded of a sum of the first or of the second row.
+    // nth: of the block's tiles. scaled: gives what is rounded of two sums of the first or of the second row, by the
+    // row of the weight that the first of them is of.
     template <typename Scaled, typename Begin>
     __device__ __forceinline__ void finish(
         int tile, int nth, Sums<L>& c, Scaled const& scaled, Begin const& begin_to_exchange) const
@@ -216,7 +346,8 @@ struct Epilogue
 #pragma unroll
                     for (int i = 0; i < kNow; ++i)
                     {
-                        y[i] = pair_of<T>(scaled(c[i][0], below), scaled(c[i][1], below));
+                        float2 const two = scaled(float2{c[i][0], c[i][1]}, below, weight_row(p, output + i * 8));
+                        y[i] = pair_of<T>(two.x, two.y);
                     }
                     store_row(row + 8 * below, output, residuals[0], y);
                 }
@@ -341,6 +472,40 @@ struct Epilogue
     }
 };
 
+// What all sums are multiplied by: of E4M3 numbers with a scale a row, that and the weight's.
+template <typename L, bool kIsByRow = std::is_same_v<typename L::Factor, E4M3> && !L::kByBlock>
+struct Scales
+{
+    __device__ __forceinline__ explicit Scales(Epilogue<L> const&)
+    {
+    }
+
+    __device__ __forceinline__ float2 operator()(float2 const& sums, bool, int) const
+    {
+        return sums;
+    }
+};
+
+template <typename L>
+struct Scales<L, true>
+{
+    float const* const of_weight;
+    RowFactors const factors;
+
+    __device__ __forceinline__ explicit Scales(Epilogue<L> const& epilogue)
+        : of_weight(epilogue.p.scale)
+        , factors(epilogue.p, epilogue.row)
+    {
+    }
+
+    __device__ __forceinline__ float2 operator()(float2 const& sums, bool below, int weight_row) const
+    {
+        float2 const scale = __ldg(reinterpret_cast<float2 const*>(of_weight + weight_row));
+        float const factor = factors.of(below);
+        return {sums.x * (factor * scale.x), sums.y * (factor * scale.y)};
+    }
+};
+
 // Waits for the kernels before this one, and until the other blocks of the cluster can be sent to.
 template <typename L>
 __device__ __forceinline__ void begin_to_send()
@@ -390,12 +555,20 @@ __global__ void __cluster_dims__(L::kSplits, 1, 1) __launch_bounds__(kThreads, 1
     }
     Mainloop<L> mainloop{shared, share};
     Epilogue<L> const epilogue{launch, shared, share};
+    Scales<L> const scales{epilogue};
     for (int tile = share.first_tile; tile < launch.tiles; tile += share.tile_step)
     {
         Sums<L> c;
-        mainloop.multiply(c);
-        epilogue.finish(
-            tile, 0, c, [](float x, bool) { return x; }, [] {});
+        if constexpr (L::kByBlock)
+        {
+            int const output = tile * L::kOutputs + (L::kSharesRows ? 0 : mainloop.group * L::kGroupOutputs);
+            mainloop.multiply_scaled({launch.p, launch.lines, output, epilogue.row}, c);
+        }
+        else
+        {
+            mainloop.multiply(c);
+        }
+        epilogue.finish(tile, 0, c, scales, [] {});
     }
 #endif
 }

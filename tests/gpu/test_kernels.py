@@ -717,6 +717,19 @@ def test_rows_are_quantized_as_torch_quantizes_them(dtype, size):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("size", [128, 2944, 5120, 12288, 32768])
+@pytest.mark.parametrize("is_wide", [False, True], ids=["a norm in 16 bits", "a norm in FP32"])
+def test_normed_rows_are_quantized_as_those_that_a_norm_stored(dtype, size, is_wide, poisoned):
+    x = torch.randn(33, size, dtype=dtype, device="cuda") * torch.logspace(-4, 3, 33, device="cuda")[:, None].to(dtype)
+    x[5] = 0
+    weight = torch.rand(size, device="cuda").mul_(6).exp_().to(torch.float32 if is_wide else dtype)
+    stored, norm = kernels.rms_norm(x[None], weight, 1e-6)[0], kernels.Norm(weight, 1e-6)
+    for quantize in (kernels.quantize_rows, kernels.quantize_blocks):
+        for found, expected in zip(quantize(x, norm), quantize(stored), strict=True):
+            assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("rows,size", [(1, 128), (4, 2944), (33, 5120), (516, 17408)])
 def test_blocks_of_rows_are_quantized_as_rows_are(dtype, rows, size):
     x = torch.randn(rows, size, dtype=dtype, device="cuda") * torch.rand(size, device="cuda").mul_(6).exp_().to(dtype)

@@ -1,14 +1,20 @@
 """Products of tens of rows, on Hopper: against float64, and each row's bits beside others."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.flat_ops import rowless_ops
 from tests.gpu.test_kernels import assert_close, why_not_hopper
 from trtllm_dflash import kernels
+from trtllm_dflash.ops.base import Residual
+from trtllm_dflash.ops.fp8 import Fp8Weight, quantize_blocks, quantize_rows
+from trtllm_dflash.ops.linear_weight import stored_tensors
+from trtllm_dflash.ops.torch_ops import TorchOps
 
 WHY_NOT = why_not_hopper("products of tens of rows")
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -126,3 +132,128 @@ def test_a_captured_chain_of_products_repeats_itself_to_the_bit(rows):
         slow = kernels.wide_gemm(h, down, residual=slow)
         torch.cuda.synchronize()
     assert torch.equal(slow, expected)
+
+
+# -- E4M3 by E4M3 ------------------------------------------------------------------------------------------------------
+
+FP8_SHAPES = [*SHAPES, (23040, 2880), (2880, 7680), (32768, 2880), (4096, 80), (5120, 16)]
+
+
+@dataclass(frozen=True)
+class Fp8Operands:
+    """Rows and a weight in E4M3, with a scale a row or by block."""
+
+    x: torch.Tensor
+    factors: torch.Tensor
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+    @property
+    def numbers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What both stand for."""
+        x = self.x.double().view(len(self.x), -1, self.x.shape[1] if self.scale.ndim == 1 else 128)
+        by = self.factors if self.scale.ndim == 1 else self.factors.t()
+        return (x * by[..., None]).flatten(1), Fp8Weight(self.weight, self.scale).dequantize().double()
+
+    def product(self, rows: slice = slice(None), **options: Any) -> torch.Tensor:
+        of = self.factors[rows] if self.scale.ndim == 1 else self.factors[:, rows].contiguous()
+        return kernels.wide_gemm_fp8(self.x[rows], of, self.weight, self.scale, **options)
+
+
+def fp8_operands(shape: tuple[int, int], by_block: bool) -> Fp8Operands:
+    outputs, inputs = shape
+    if not by_block:
+        x, weight = operands(shape, BF16)
+        values, scale = quantize_rows(weight)
+        return Fp8Operands(*quantize_rows(x), values, scale.flatten())
+    # Parts of rows, and blocks of the weight, are of very different sizes.
+    x = torch.randn(max(ROWS), inputs // 128, 128, device="cuda")
+    x *= torch.rand(max(ROWS), inputs // 128, 1, device="cuda").mul_(6).exp_()
+    weight = torch.randn(outputs, inputs, device="cuda").mul_(20).to(torch.float8_e4m3fn)
+    scale = torch.rand(-(-outputs // 128), inputs // 128, device="cuda").mul_(4).exp_().mul_(1e-3)
+    return Fp8Operands(*quantize_blocks(x.flatten(1).bfloat16()), weight, scale)
+
+
+def assert_near_products(
+    found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, rest: torch.Tensor | float
+) -> None:
+    """Sums are BF16's, of what tensor cores keep of products: 13 bits of the largest."""
+    expected = x @ weight.t() + rest
+    error = (found.double() - expected).abs()
+    assert (error <= expected.abs() / 2**7 + x.abs() @ weight.abs().t() / 2**12).all(), error.max()
+    assert_close(found, expected, BF16)
+
+
+FP8_CASES = [(shape, False) for shape in FP8_SHAPES]
+FP8_CASES += [(shape, True) for shape in (*FP8_SHAPES, (34816, 5120), (5120, 17408)) if shape[1] % 128 == 0]
+
+
+@pytest.mark.parametrize(("shape", "by_block"), FP8_CASES, ids=str)
+def test_an_fp8_product_equals_float64_and_a_row_s_bits_depend_on_no_other(shape, by_block):
+    of = fp8_operands(shape, by_block)
+    # Of more than 64 rows by block tiles may be others.
+    wholes = {rows: of.product(slice(None, rows)) for rows in (64, 128)}
+    assert wholes[128].dtype == BF16
+    assert_near_products(wholes[128], *of.numbers, 0.0)
+    for rows in () if by_block else (129, 200, 256):  # in halves, side by side
+        many = replace(of, x=of.x.repeat(2, 1), factors=of.factors.repeat(2, 1)).product(slice(None, rows))
+        assert torch.equal(many[128:], many[: rows - 128])
+        assert_close(many[:128], wholes[128], BF16)
+    for rows in ROWS:
+        whole = wholes[64 if by_block and rows <= 64 else 128]
+        assert torch.equal(of.product(slice(None, rows)), whole[:rows]), rows
+        if len(whole) == 128 or rows > 64:
+            assert torch.equal(of.product(slice(-rows, None)), wholes[128][-rows:]), -rows
+
+
+@pytest.mark.parametrize("by_block", [False, True], ids=["rows", "blocks"])
+@pytest.mark.parametrize("rows", [5, 12, 32, 50, 100, 128])
+@pytest.mark.parametrize("shape", [(4096, 4096), (12288, 1024), (2880, 4096), (24576, 2048), (5120, 512)], ids=str)
+def test_what_goes_with_an_fp8_product_equals_float64(shape, rows, by_block):
+    of, outputs = fp8_operands(shape, by_block), shape[0]
+    bias, residual = numbers(outputs, dtype=BF16), numbers(rows, outputs, dtype=BF16)
+    kinds: list[dict[str, Any]] = [{"bias": bias, "residual": residual}, {"swiglu": True, "bias": bias}]
+    kinds += [{"swiglu": True, "gelu": True}]
+    x, weight = of.numbers
+    for options in kinds:
+        y = x[:rows] @ weight.t()
+        y = y + options.get("bias", y.new_zeros(()))
+        if "swiglu" in options:
+            gate, up = y.chunk(2, dim=-1)
+            y = (F.gelu(gate, approximate="tanh") if "gelu" in options else F.silu(gate)) * up
+        y = y + options.get("residual", y.new_zeros(()))
+        assert_close(of.product(slice(None, rows), **options), y, BF16, roundings=4)
+
+
+def test_what_wide_gemm_fp8_does_not_take_is_refused():
+    of = fp8_operands((4096, 512), by_block=False)
+    for factors, scale in ((of.factors[1:], of.scale), (of.factors, of.scale[1:]), (of.factors.half(), of.scale)):
+        with pytest.raises(ValueError, match="scales"):
+            kernels.wide_gemm_fp8(of.x, factors, of.weight, scale)
+    rows, blocks = of.x.float().bfloat16(), of.scale.view(32, 128)[:, :4]
+    for scale in (of.scale, blocks):
+        assert kernels.suits_wide_fp8(rows, of.weight, scale, False)
+        assert not kernels.suits_wide_fp8(rows.half(), of.weight, scale, False)
+        assert not kernels.suits_wide_fp8(rows.repeat(3, 1), of.weight, scale, False)
+    with pytest.raises(ValueError, match="scales"):
+        kernels.wide_gemm_fp8(of.x, of.factors, of.weight, blocks.contiguous())
+
+
+@pytest.mark.parametrize("by_block", [False, True], ids=["rows", "blocks"])
+@pytest.mark.parametrize("rows", [17, 64, 128, 200, 256, 300])
+@pytest.mark.parametrize("wide_norm", [False, True], ids=["a norm in BF16", "a norm in FP32"])
+def test_normed_rows_are_rounded_and_multiplied_by_whatever_suits_them(rows, by_block, wide_norm):
+    """By our kernel, or by cuBLAS behind the one that norms and rounds: as a norm, rounding and a product apart."""
+    of = fp8_operands((2048, 1024), by_block)
+    weights = {**stored_tensors("a", Fp8Weight(of.weight, of.scale)), "a.bias": numbers(2048, dtype=BF16)}
+    norm = (torch.rand(1024, device="cuda") + 0.5).to(torch.float32 if wide_norm else BF16)
+    weights["n.weight"] = norm
+    x = numbers(1, rows, 1024, dtype=BF16)
+    ops, by_torch = rowless_ops(weights), TorchOps(weights, {})
+    h = kernels.rms_norm(x, norm, 1e-6)
+    expected = by_torch.linear("a", h)[0]
+    assert_close(ops.norm_linear("n", "a", Residual(x), 1e-6)[1][0], expected, BF16, roundings=4)
+    gated = kernels.swiglu(expected)
+    assert_close(ops.norm_linear_swiglu("n", "a", Residual(x), 1e-6)[1][0], gated, BF16, roundings=4)
+    added = ops.add_pending(ops.add_product("a", numbers(1, rows, 2048, dtype=BF16).zero_(), h))
+    assert_close(added[0], expected, BF16, roundings=4)

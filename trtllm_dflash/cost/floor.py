@@ -58,7 +58,7 @@ class PartWork:
     nets: int = 0  # of the layers, those that have one
     rows_of_slot: int = 1  # of the rows
     normed: int = 0  # of the layers, those whose parts' outputs are normed before they are added
-    rounded: int = 0  # products in FP8 by cuBLAS, whose rows are rounded before
+    rounded: int = 0  # products in FP8 whose rows are rounded before
 
     @property
     def total(self) -> Work:

@@ -28,6 +28,7 @@ from trtllm_dflash.kernels import (
     HALVES,
     OLDEST_GPU,
     SKINNY_ROWS,
+    WIDE_ROWS,
     fits_single_rows,
     takes_tiles,
 )
@@ -61,9 +62,9 @@ _ALONE, _TILED = 4.7e-6, ("mxfp4", "nvfp4")
 _SINGLE_ROWS, _HOPPER_PROCESSORS = 1.2e-6, 132
 _FP8_CACHES = 13e-6  # likewise of attention over FP8 caches
 _NORMED = 23.5e-6  # likewise where what attention and the feed-forward give is normed before it is added
-# Seconds of a product in FP8 more where cuBLAS multiplies, for rows are rounded before, and normed by a kernel of their
-# own. With a scale a row: what scales a block take is in what layers of such experts do.
-_ROUNDED = 12e-6
+# Seconds of a product in FP8 more where rows are rounded before: by cuBLAS, and by our kernel, which a Hopper GPU has
+# for up to so many of them. With a scale a row: what scales a block take is in what layers of such experts do.
+_ROUNDED, _ROUNDED_BY_OURS = 12e-6, 2.5e-6
 
 # Gated delta nets: seconds of one, and the share of the copy rate that states are read and written at; of one row a
 # slot, mostly read alone, and of more, which first absorb those of the step before. The latter's share is that of nets
@@ -143,7 +144,7 @@ def predict_parts(config: EngineConfig, gpu: PublishedGPU, parts: Sequence[PartW
     attention = sum(part.attention.seconds(stream) + _states_read(part) / rates.copy for part in parts)
     latency = sum(part.layers * _layer_latency(config, gpu, part) + _nets_latency(part) for part in parts)
     latency += sum(_CONTEXT for part in parts if part.layers == 0)
-    latency += sum(_NORMED * part.normed + _ROUNDED * part.rounded for part in parts)
+    latency += sum(_NORMED * part.normed + _rounding(gpu, part) for part in parts)
     by_rows = sum(part.layers * part.rows * part.hidden_size / _ROW_SIZE * _ROW for part in parts) / config.tp
     sums = sum(part.sums * sum_seconds(sum_bytes(config, part), config.tp, gpu) for part in parts)
     shares: dict[Limit, float] = {
@@ -180,6 +181,11 @@ def sum_seconds(count: int, tp: int, gpu: PublishedGPU) -> float:
 def _joined(work: Work, rates: Rates) -> float:
     memory, arithmetic = work.bytes / rates.copy, work.flops / rates.gemm
     return float((memory**_JOIN + arithmetic**_JOIN) ** (1 / _JOIN))
+
+
+def _rounding(gpu: PublishedGPU, part: PartWork) -> float:
+    """Predicts what products behind rows rounded to FP8 take more."""
+    return part.rounded * (_ROUNDED_BY_OURS if gpu.hopper and part.rows <= WIDE_ROWS else _ROUNDED)
 
 
 def _layer_latency(config: EngineConfig, gpu: PublishedGPU, part: PartWork) -> float:

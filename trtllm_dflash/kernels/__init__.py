@@ -47,15 +47,18 @@ from trtllm_dflash.kernels.pages import PAGE_TILE, PageCopies, Pages, set_pages
 from trtllm_dflash.kernels.products import (
     SKINNY_GPUS,
     SKINNY_ROWS,
+    WIDE_ROWS,
     Norm,
     bulk_gemm,
     exact_gemm,
     skinny_gemm,
     suits_bulk,
     suits_wide,
+    suits_wide_fp8,
     takes_skinny,
     takes_wide,
     wide_gemm,
+    wide_gemm_fp8,
 )
 from trtllm_dflash.kernels.quantize import quantize_blocks, quantize_rows, takes_quantize
 from trtllm_dflash.kernels.router import ROUTER_LOGITS, router, takes_router
@@ -101,6 +104,7 @@ __all__ = [
     "SKINNY_ROWS",
     "TOP_COUNT",
     "TREE_ROWS",
+    "WIDE_ROWS",
     "AcceptedPaths",
     "AllReduce",
     "Append",
@@ -164,6 +168,7 @@ __all__ = [
     "skinny_gemm",
     "suits_bulk",
     "suits_wide",
+    "suits_wide_fp8",
     "swiglu",
     "takes_cap",
     "takes_gate",
@@ -182,4 +187,5 @@ __all__ = [
     "why_no_delta_net",
     "why_unsupported",
     "wide_gemm",
+    "wide_gemm_fp8",
 ]

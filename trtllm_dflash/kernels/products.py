@@ -20,6 +20,11 @@ MOST_NORMED = 24_576
 #: Rows that `wide_gemm` takes, up to which it is faster than cuBLAS, and the most that the busiest multiprocessor may
 #: then have to read of the weight, in thousandths of an equal share; with SwiGLU no more uneven ones were measured.
 WIDE_ROWS, _WIDE_LOAD, _WIDE_GATED_LOAD = 128, 1500, 1100
+#: Likewise of FP8 weights, whose products cuBLAS takes longer for. With a scale a block those of more than 64 rows are
+#: faster where outputs are so few that each is divided between two blocks.
+_WIDE_FP8_GATED_LOAD, _WIDE_BLOCK_ROWS, _WIDE_BLOCK_OUTPUTS, _WIDE_BLOCK_LOAD = 1350, 64, 8192, 1250
+#: Rows of an FP8 weight with a scale a row that are multiplied in halves side by side, where outputs are so few.
+WIDE_FP8_ROWS, _WIDE_HALVES_OUTPUTS = 256, 4096
 #: Likewise where `bulk_gemm` is faster than cuBLAS, and the most that the busiest multiprocessor may have to multiply.
 BULK_ROWS, _BULK_LOAD = 256, 1100
 #: Compute capabilities (major) whose blocks have the 212 KB of shared memory that it needs; the others' have half.
@@ -107,9 +112,25 @@ def suits_wide(x: Tensor, weight: Tensor, swiglu: bool) -> bool:
     return load <= (_WIDE_GATED_LOAD if swiglu else _WIDE_LOAD)
 
 
+def suits_wide_fp8(x: Tensor, weight: Tensor, scale: Tensor, swiglu: bool) -> bool:
+    """Whether `wide_gemm_fp8` takes rows x [..., I], rounded, and a weight [O, I], and is faster than cuBLAS."""
+    (outputs, inputs), rows, by_block = weight.shape, x.numel() // x.shape[-1], scale.ndim == 2
+    most, unit = (WIDE_ROWS, FP8_BLOCK) if by_block else (WIDE_FP8_ROWS, 16)
+    fits = rows <= most and inputs % unit == 0 and outputs % 16 == 0
+    if not fits or x.dtype != torch.bfloat16 or weight.dtype != torch.float8_e4m3fn or not is_hopper(x.device):
+        return False
+    how = {"weight_dtype": DTYPES[weight.dtype], "is_scaled_by_block": int(by_block), "rows": rows}
+    load = _wide_load(outputs, inputs, swiglu, processors(x.device), **how)
+    if by_block and rows > _WIDE_BLOCK_ROWS:
+        return outputs <= _WIDE_BLOCK_OUTPUTS and load <= _WIDE_BLOCK_LOAD
+    if rows > WIDE_ROWS:
+        return rows == WIDE_FP8_ROWS and not swiglu and outputs <= _WIDE_HALVES_OUTPUTS and load <= _WIDE_LOAD
+    return load <= (_WIDE_FP8_GATED_LOAD if swiglu else _WIDE_LOAD)
+
+
 @cache
-def _wide_load(outputs: int, inputs: int, swiglu: bool, count: int) -> int:
-    params = SkinnyGemmParams(outputs=outputs, inputs=inputs, swiglu=int(swiglu))
+def _wide_load(outputs: int, inputs: int, swiglu: bool, count: int, **how: int) -> int:
+    params = SkinnyGemmParams(outputs=outputs, inputs=inputs, swiglu=int(swiglu), **how)
     most: int = load().functions.dflash_wide_gemm_load(ctypes.byref(params), count)
     return most
 
@@ -126,6 +147,31 @@ def wide_gemm(
     is_taken = takes_wide(x, weight) and x.numel() <= WIDE_ROWS * x.shape[-1]
     check(is_taken, f"x {tuple(x.shape)} times weight {tuple(weight.shape)}")
     return _product("dflash_wide_gemm", x, weight, None, bias, swiglu, None, residual, gelu)
+
+
+def wide_gemm_fp8(
+    x: Tensor,
+    factors: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    bias: Tensor | None = None,
+    swiglu: bool = False,
+    residual: Tensor | None = None,
+    gelu: bool = False,
+) -> Tensor:
+    """Multiplies E4M3 rows as `wide_gemm` does, by an E4M3 weight: BF16.
+
+    Args:
+        x, factors: as `quantize_rows` makes them: [..., I], a multiple of 16 of them, and a scale each, FP32 [N, 1].
+            By a weight with a scale a block as `quantize_blocks` does: FP32 [I / 128, N].
+        weight, scale: [O, I], and FP32 [O], or by block [ceil(O / 128), I / 128].
+    """
+    rows, inputs = x.numel() // x.shape[-1], x.shape[-1]
+    shape = (inputs // FP8_BLOCK, rows) if scale.ndim == 2 else (rows, 1)
+    is_right = factors.shape == shape and factors.dtype == torch.float32 and factors.is_contiguous()
+    check(is_right and rows <= WIDE_FP8_ROWS, f"scales {tuple(factors.shape)} of x {tuple(x.shape)}")
+    how = bias, swiglu, None, residual, gelu
+    return _product("dflash_wide_gemm", x, weight, scale, *how, row_factors=factors)
 
 
 def suits_bulk(x: Tensor, weight: Tensor) -> bool:
@@ -225,25 +271,26 @@ def _product(
     check(x.shape[-1] == inputs, f"x {tuple(x.shape)} times weight {tuple(weight.shape)}")
     check(x.is_contiguous() and weight.is_contiguous(), "x and the weight must be contiguous")
     check(weight.dtype == (x.dtype if scale is None else torch.float8_e4m3fn), f"a weight of {weight.dtype}")
+    dtype = torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
     if scale is not None:
         shapes = (outputs,), (-(-outputs // FP8_BLOCK), inputs // FP8_BLOCK)
         is_right = scale.shape in shapes and scale.dtype == torch.float32 and scale.is_contiguous()
         check(is_right, f"scales {tuple(scale.shape)} {scale.dtype} of a weight {tuple(weight.shape)}")
     width = outputs // 2 if swiglu else outputs
-    out = torch.empty(*x.shape[:-1], width, dtype=x.dtype, device=x.device)
+    out = torch.empty(*x.shape[:-1], width, dtype=dtype, device=x.device)
     if norm is not None:
         _check_norm(x, norm)
         is_right = not norm.adds_one or (x.dtype == torch.bfloat16 and scale is None)
         check(is_right, f"a norm by one more than its weight, of {x.dtype} by {weight.dtype}")
     if residual is not None:
-        is_right = residual.shape == out.shape and residual.dtype == x.dtype and residual.is_contiguous() and not swiglu
+        is_right = residual.shape == out.shape and residual.dtype == dtype and residual.is_contiguous() and not swiglu
         check(is_right, f"a residual {tuple(residual.shape)} {residual.dtype}")
     # `skinny_gemm` reads a number at a time, the others two, or eight of more rows.
     piece = 16 if out.numel() > WIDE_ROWS * width else x.element_size() if function == "dflash_skinny_gemm" else 4
     is_aligned = not any(y is not None and y.data_ptr() % piece for y in (bias, residual))
     check(is_aligned, f"a bias and a residual of so many rows must lie at a multiple of {piece} bytes")
     params = SkinnyGemmParams(
-        dtype=DTYPES[x.dtype],
+        dtype=DTYPES[dtype],
         weight_dtype=DTYPES[weight.dtype],
         rows=x.numel() // inputs,
         inputs=inputs,

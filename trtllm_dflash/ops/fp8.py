@@ -116,15 +116,18 @@ def scaled_product(x: Tensor, weight: Fp8Weight, quantize: Callable[[Tensor], tu
     Args:
         quantize: `quantize_rows`, or `quantize_blocks` where the weight has a scale a block; or what computes that.
     """
-    if not weight.by_block:
-        rows, scale = quantize(x)
-        # With a scale a row, BF16 is what every GPU gives. Fast: partial sums are not kept to FP32's last digits.
-        scales = scale, weight.scale[None]
-        y = torch._scaled_mm(rows, weight.values.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
-        return y.to(x.dtype)
     count = len(x)
-    if count % 4:  # cuBLAS takes four rows at a time
+    if weight.by_block and count % 4:  # cuBLAS takes four rows at a time
         x = F.pad(x, (0, 0, 0, -count % 4))
-    rows, scale = quantize(x)
-    scales = scale.t(), weight.scale.t()  # as cuBLAS reads them
-    return torch._scaled_mm(rows, weight.values.t(), *scales, out_dtype=x.dtype)[:count]
+    return product_of_rounded(*quantize(x), weight, x.dtype)[:count]
+
+
+def product_of_rounded(rows: Tensor, scale: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+    """Multiplies rows [N, I], rounded as `scaled_product` rounds them, a multiple of four by a weight with blocks."""
+    if weight.by_block:
+        scales = scale.t(), weight.scale.t()  # as cuBLAS reads them
+        return torch._scaled_mm(rows, weight.values.t(), *scales, out_dtype=dtype)
+    # With a scale a row, BF16 is what every GPU gives. Fast: partial sums are not kept to FP32's last digits.
+    scales = scale, weight.scale[None]
+    y = torch._scaled_mm(rows, weight.values.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return y.to(dtype)
