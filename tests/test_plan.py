@@ -70,7 +70,7 @@ RECORDS = {
     "steps-h100/any-width-since-qwen3-4b": (ERROR_BOUND, 0.05),
     "router-h100/since-qwen3-coder-30b-a3b": (MIXTURE_ERROR_BOUND, 0.06),
     "step-minimax-m2.5-fp8-h100": (MIXTURE_ERROR_BOUND, 0.06),
-    "step-qwen3-8b-light-h200": (FASTEST_GPU_ERROR_BOUND, 0.08),
+    "steps-h200/qwen3-8b-light": (FASTEST_GPU_ERROR_BOUND, 0.08),
     "step-gpt-oss-20b-light-h200": (MIXTURE_ERROR_BOUND, 0.06),
     "step-gpt-oss-120b-light-h200": (MIXTURE_ERROR_BOUND, 0.06),
     "step-qwen3-8b-fp8-caches-h200": (FP8_CACHE_ERROR_BOUND, 0.08),

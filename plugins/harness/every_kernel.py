@@ -245,6 +245,9 @@ def norms(dtype: torch.dtype) -> None:
             kernels.add_rms_norm(x, y, weight, EPSILON)
             kernels.add_normed(x, weight, EPSILON, y, y.view(-1)[:1])
             kernels.add_normed(x, weight, EPSILON, scale=0.5)
+            kernels.quantize_rows(x.view(10, size), kernels.Norm(weight, EPSILON))
+            if size % 128 == 0:
+                kernels.quantize_blocks(x.view(10, size), kernels.Norm(weight, EPSILON))
         kernels.quantize_rows(x.view(10, size))
         if size % 128 == 0:
             kernels.quantize_blocks(x.view(10, size))
@@ -802,6 +805,18 @@ def wide_products(dtype: torch.dtype) -> None:
             kernels.wide_gemm(x, weight, swiglu=True, gelu=True)
             kernels.bulk_gemm(x, weight, bias)
             kernels.bulk_gemm(x, weight, gelu=True)
+            if dtype == torch.bfloat16:
+                fp8_products(x, outputs, bias, residual)
+
+
+def fp8_products(x: Tensor, outputs: int, bias: Tensor, residual: Tensor) -> None:
+    """Products of rows x and E4M3 weights, with a scale a row and a block."""
+    weight = normal(outputs, x.shape[1], dtype=E4M3, by=0.05)
+    scales = torch.rand(outputs, device="cuda"), torch.rand(-(-outputs // 128), x.shape[1] // 128, device="cuda")
+    for scale, quantize in zip(scales, (kernels.quantize_rows, kernels.quantize_blocks), strict=True):
+        rows, factors = quantize(x)
+        kernels.wide_gemm_fp8(rows, factors, weight, scale, bias, residual=residual)
+        kernels.wide_gemm_fp8(rows, factors, weight, scale, bias, swiglu=True)
 
 
 def exact_products(dtype: torch.dtype, inputs: int) -> None:

@@ -264,9 +264,7 @@ __device__ __forceinline__ void multiply_add_rows(float (&c)[kTiles][4], uint32_
         : "l"(a), "l"(b)                                                                                               \
         : "memory")
 #define DFLASH_MULTIPLY_EACH(n, sums, at_a, at_b, ...)                                                                 \
-    if constexpr (!kAdds)                                                                                              \
-        DFLASH_MULTIPLY_TYPE(n, 32, "e4m3", "0, 1, 1", sums, at_a, at_b, __VA_ARGS__);                                 \
-    else if constexpr (std::is_same_v<T, E4M3>)                                                                        \
+    if constexpr (std::is_same_v<T, E4M3>)                                                                             \
         DFLASH_MULTIPLY_TYPE(n, 32, "e4m3", "1, 1, 1", sums, at_a, at_b, __VA_ARGS__);                                 \
     else if constexpr (std::is_same_v<T, __half>)                                                                      \
         DFLASH_MULTIPLY_TYPE(n, 16, "f16", "1, 1, 1, 0, 0", sums, at_a, at_b, __VA_ARGS__);                            \
@@ -274,11 +272,11 @@ __device__ __forceinline__ void multiply_add_rows(float (&c)[kTiles][4], uint32_
         DFLASH_MULTIPLY_TYPE(n, 16, "bf16", "1, 1, 1, 0, 0", sums, at_a, at_b, __VA_ARGS__)
 
 // c [64, 8 kTiles] += a [64, 32 bytes] b [8 kTiles, 32 bytes]^T, by as few instructions as there are for so many
-// columns: each reads a anew. Without kAdds, of E4M3 alone: c = instead.
-template <typename T, int kTiles, bool kAdds = true>
+// columns: each reads a anew.
+template <typename T, int kTiles>
 __device__ __forceinline__ void multiply_add_columns(float (*c)[4], uint64_t a, uint64_t b)
 {
-    static_assert(kTiles > 1 && (kAdds || std::is_same_v<T, E4M3>));
+    static_assert(kTiles > 1);
     constexpr bool kIsOne = kTiles == 32 || kTiles == 24 || kTiles == 14 || kTiles == 12 || kTiles == 10 || kTiles < 8;
     constexpr int kFirst = kIsOne ? kTiles : kTiles >= 16 ? 16 : 8;
     if constexpr (kFirst == 32)
@@ -353,8 +351,7 @@ __device__ __forceinline__ void multiply_add_columns(float (*c)[4], uint64_t a, 
     }
     if constexpr (kTiles > kFirst)
     {
-        multiply_add_columns<T, kTiles - kFirst, kAdds>(
-            c + kFirst, a, b + kFirst * (1024 >> 4)); // 8 rows of 128 bytes a tile
+        multiply_add_columns<T, kTiles - kFirst>(c + kFirst, a, b + kFirst * (1024 >> 4)); // 8 rows of 128 bytes a tile
     }
 }
 

@@ -81,21 +81,15 @@ struct BlockScales
     __device__ __forceinline__ void add(
         OfLine const& x, float const (&own)[L::kTiles][4], float (&c)[L::kTiles][4]) const
     {
-        float by[2][2][2]; // of even and odd tiles, of their first block and of the next, of the thread's two rows
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-        {
-            by[i / 4][i / 2 % 2][i % 2] = x.weight[i / 4][i / 2 % 2] * x.rows[i % 2];
-        }
 #pragma unroll
         for (int tile = 0; tile < L::kTiles; ++tile)
         {
-            bool const is_in_first = tile < in_first[tile % 2];
+            float const(&both)[2] = x.weight[tile % 2];
+            float const by = tile < in_first[tile % 2] ? both[0] : both[1];
 #pragma unroll
             for (int j = 0; j < 4; ++j)
             {
-                float const first = by[tile % 2][0][j / 2], next = by[tile % 2][1][j / 2];
-                c[tile][j] += own[tile][j] * (is_in_first ? first : next);
+                c[tile][j] += own[tile][j] * (by * x.rows[j / 2]);
             }
         }
     }
@@ -150,7 +144,6 @@ struct Mainloop
                       kOutputsAt = L::kSharesRows ? 0 : L::kGroupOutputs * kLine;
         int const last = share.first_line + share.lines - 1;
         auto next = scales.load(share.first_line), ahead = scales.load(min(share.first_line + 1, last));
-        Sums<L> own = {};
         for (int i = 0; i < share.lines; ++i)
         {
             auto const now = next;
@@ -159,10 +152,10 @@ struct Mainloop
             wait_for_phase(shared.full(stage.at), stage.phase);
             uint64_t const rows = sm90::matrix(shared.inputs(stage.at) + group * kRowsAt, 16, 1024);
             uint64_t const outputs = sm90::matrix(shared.weight(stage.at) + group * kOutputsAt, 16, 1024);
+            Sums<L> own = {};
             sm90::begin_products();
-            sm90::multiply_add_columns<Factor, L::kTiles, false>(own, rows, outputs);
 #pragma unroll
-            for (int part = 1; part < kLine / 32; ++part)
+            for (int part = 0; part < kLine / 32; ++part)
             {
                 sm90::multiply_add_columns<Factor, L::kTiles>(own, rows + 2 * part, outputs + 2 * part);
             }
