@@ -22,7 +22,7 @@ from trtllm_dflash import kernels
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.kernels import delta_net, library, norm, products
 from trtllm_dflash.models.decoder import Features
-from trtllm_dflash.ops import tensorrt_ops, tensorrt_plugin
+from trtllm_dflash.ops import cuda_products, tensorrt_ops, tensorrt_plugin
 from trtllm_dflash.ops.base import AttentionLayer, Residual
 from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.exact_ops import ExactOps
@@ -338,6 +338,10 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
         by = factors if scale.ndim == 1 else factors.t()  # 128 columns: one block of each row
         return product((x.float() * by).bfloat16(), values, scale, bias, swiglu, None, residual, gelu)
 
+    def product_of_rounded(rows, factors, weight, dtype):
+        by = factors.t() if weight.by_block else factors
+        return ((rows.float() * by) @ weight.dequantize().t()).to(dtype)
+
     def rounding(quantize):
         def quantized(x, norm=None):
             ops = TorchOps({} if norm is None else {"norm.weight": norm.weight}, {})
@@ -365,6 +369,8 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
     monkeypatch.setattr(kernels, "wide_gemm", wide_gemm)
     monkeypatch.setattr(kernels, "bulk_gemm", bulk_gemm)
     monkeypatch.setattr(kernels, "wide_gemm_fp8", wide_gemm_fp8)
+    monkeypatch.setattr(cuda_products, "multiplies", lambda device, weight, dtype: True)
+    monkeypatch.setattr(cuda_products, "product_of_rounded", product_of_rounded)
     for quantize in (quantize_rows, quantize_blocks):
         monkeypatch.setattr(kernels, quantize.__name__, rounding(quantize))
     monkeypatch.setattr(products, "is_hopper", lambda device: True)
@@ -389,7 +395,7 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
     }
     for way in ways.values():
         found, expected = way(rowless_ops(weights)).float(), way(torch_ops).float()
-        if kernel in ("wide fp8", "halves"):  # whose rows are rounded
+        if kind in ("rows", "blocks"):  # rows are rounded, by cuBLAS's products too
             assert (found - expected).norm() < 0.05 * expected.norm()
         else:
             torch.testing.assert_close(found, expected, atol=0.1, rtol=0.05)
@@ -398,7 +404,8 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
         # gated, by SiLU or GELU; norm, residual
         kinds = [(0, 0, 0), (1, 0, 0), (0, norms, 0), (1, norms, 0), (2, norms, 0), (0, 0, 1), (0, 0, 0)]
         kinds = [kind for kind in kinds if kind[0]] if kernel == "bulk" else kinds  # it gates
-        kinds = [(0, *kind[1:]) for kind in kinds] if kernel == "halves" else kinds  # another kernel gates behind it
+        if kernel == "halves":  # another kernel gates behind it; behind a norm cuBLAS multiplies what is to be gated
+            kinds = [(0, *kind[1:]) for kind in (*kinds[:3], *kinds[5:])]
         assert [tuple(map(int, call[2:])) for call in calls] == kinds
         assert all(call[0] is weights["a.weight"] and call[1] is weights.get("a.scale") for call in calls)
     else:

@@ -796,6 +796,9 @@ def wide_products(dtype: torch.dtype) -> None:
     """Products of tens of rows, of each division of the outputs on 132 multiprocessors."""
     if not is_hopper(CUDA):
         return
+    if dtype == torch.bfloat16:
+        halves, factors = kernels.quantize_rows(normal(200, 80, dtype=dtype))  # of a line that is not whole
+        kernels.wide_gemm_fp8(halves, factors, normal(2880, 80, dtype=E4M3), torch.rand(2880, device="cuda"))
     for outputs in (2048, 2880, 4096, 5120, 6144, 7168, 12288, 14336, 16384, 19008, 24576):
         weight, bias = normal(outputs, 256, dtype=dtype, by=0.05), normal(outputs, dtype=dtype)
         for rows in (20, 50, 100):

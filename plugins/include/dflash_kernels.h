@@ -270,16 +270,18 @@ typedef struct
 
 DFLASH_API cudaError_t dflash_skinny_gemm(const dflash_skinny_gemm_params* params, cudaStream_t stream);
 
-/* The same of at most DFLASH_WIDE_ROWS rows, of FP8 weights with a scale a row DFLASH_WIDE_FP8_ROWS, without a norm, on Hopper. A row's sums depend neither on the other rows
- * nor on their number; their order is another than dflash_skinny_gemm's.
+/* The same of at most DFLASH_WIDE_ROWS rows, of FP8 weights with a scale a row DFLASH_WIDE_FP8_ROWS, without a norm, on
+ * Hopper. A row's sums depend neither on the other rows nor on their number; their order is another than
+ * dflash_skinny_gemm's.
  *
  * With FP8 weights x is E4M3, too, and row_factors its scales (dflash_quantize): [rows], or of weights that have them by
- * block [inputs / 128, rows]. Inputs are a multiple of 16, or of 128 by block, and what is left is BF16. Sums of
- * products, by block those of 128, are as precise as the tensor cores' own. */
+ * block [inputs / 128, rows]. Inputs are a multiple of 16, or of 128 by block, scale lies at a multiple of 8 bytes, and
+ * what is left is BF16. Sums of products, by block those of 128, are as precise as the tensor cores' own. The order of a
+ * row's sums may then be one of up to 64 rows and another of more (by block), or of up to 128 and of more. */
 DFLASH_API cudaError_t dflash_wide_gemm(const dflash_skinny_gemm_params* params, cudaStream_t stream);
 
-/* What the busiest of so many multiprocessors reads of the weight then, in thousandths of an equal share. On the host.
- */
+/* What the busiest of so many multiprocessors, or of those for each DFLASH_WIDE_ROWS of the rows, reads of the weight
+ * then, in thousandths of an equal share. On the host: by rows, inputs, outputs, swiglu and the weight's kind alone. */
 DFLASH_API int32_t dflash_wide_gemm_load(const dflash_skinny_gemm_params* params, int32_t processors);
 
 /* The same of hundreds of rows with SwiGLU or GELU, in tiles of 256 rows, where nobody asks for one order of sums

@@ -1,7 +1,8 @@
 // Matrix products of tens of rows (tokens) with large weights, bound by reading the weights, once.
 //
 // As in `skinny_gemm.cu` weights are on their way before the kernel waits for the one before it. A row's sums go in one
-// order, whatever number of rows there is: through the lines of a block in turn, then over the blocks of a cluster.
+// order, whatever number of rows there is: through the lines of a block in turn, then over the blocks of a cluster. In
+// FP8 there are two such orders, of fewer rows and of more.
 #include "dflash_kernels.h"
 #include "wide_gemm_launch.cuh"
 
@@ -149,7 +150,8 @@ bool are_known(dflash_skinny_gemm_params const& p)
     if (is_fp8(p))
     {
         int const unit = p.is_scaled_by_block ? kLine : 16;
-        return p.dtype == DFLASH_BF16 && p.scale && p.row_factors && p.inputs >= unit && p.inputs % unit == 0;
+        bool const has_scales = p.scale && p.row_factors && reinterpret_cast<uintptr_t>(p.scale) % sizeof(float2) == 0;
+        return p.dtype == DFLASH_BF16 && has_scales && p.inputs >= unit && p.inputs % unit == 0;
     }
     return p.weight_dtype == p.dtype && !p.scale && !p.row_factors && p.inputs >= kLine / 2
         && p.inputs % (kLine / 2) == 0;

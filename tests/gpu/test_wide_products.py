@@ -237,6 +237,10 @@ def test_what_wide_gemm_fp8_does_not_take_is_refused():
         assert not kernels.suits_wide_fp8(rows.repeat(3, 1), of.weight, scale, False)
     with pytest.raises(ValueError, match="scales"):
         kernels.wide_gemm_fp8(of.x, of.factors, of.weight, blocks.contiguous())
+    with pytest.raises(ValueError, match="and a weight of"):
+        kernels.wide_gemm_fp8(rows, of.factors, of.weight, of.scale)
+    with pytest.raises(ValueError, match="8 bytes"):
+        kernels.wide_gemm_fp8(of.x, of.factors, of.weight, torch.ones(4097, device="cuda")[1:])
 
 
 @pytest.mark.parametrize("by_block", [False, True], ids=["rows", "blocks"])
@@ -257,3 +261,28 @@ def test_normed_rows_are_rounded_and_multiplied_by_whatever_suits_them(rows, by_
     assert_close(ops.norm_linear_swiglu("n", "a", Residual(x), 1e-6)[1][0], gated, BF16, roundings=4)
     added = ops.add_pending(ops.add_product("a", numbers(1, rows, 2048, dtype=BF16).zero_(), h))
     assert_close(added[0], expected, BF16, roundings=4)
+
+
+@pytest.mark.parametrize("by_block", [False, True], ids=["rows", "blocks"])
+@pytest.mark.parametrize("rows", [20, 64, 128])
+def test_a_captured_chain_of_fp8_products_repeats_itself_to_the_bit(rows, by_block):
+    """Rows' scales are what the kernel before makes, which still runs when a product begins."""
+    up, down = fp8_operands((4096, 1024), by_block), fp8_operands((1024, 2048), by_block)
+    quantize = kernels.quantize_blocks if by_block else kernels.quantize_rows
+    norm = kernels.Norm(torch.ones(1024, device="cuda"), 1e-6)
+    x = numbers(rows, 1024, dtype=BF16)
+
+    def chain(x, wait=lambda: None):
+        for _ in range(20):
+            given = quantize(x, norm)
+            wait()
+            h = kernels.wide_gemm_fp8(*given, up.weight, up.scale, swiglu=True)
+            wait()
+            given = quantize(h)
+            wait()
+            x = kernels.wide_gemm_fp8(*given, down.weight, down.scale, residual=x)
+            wait()
+        return x
+
+    expected = assert_repeats_itself(chain, x, 50)
+    assert torch.equal(chain(x, torch.cuda.synchronize), expected)

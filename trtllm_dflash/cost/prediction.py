@@ -144,7 +144,7 @@ def predict_parts(config: EngineConfig, gpu: PublishedGPU, parts: Sequence[PartW
     attention = sum(part.attention.seconds(stream) + _states_read(part) / rates.copy for part in parts)
     latency = sum(part.layers * _layer_latency(config, gpu, part) + _nets_latency(part) for part in parts)
     latency += sum(_CONTEXT for part in parts if part.layers == 0)
-    latency += sum(_NORMED * part.normed + _rounding(gpu, part) for part in parts)
+    latency += sum(_NORMED * part.normed + _rounding(config, gpu, part) for part in parts)
     by_rows = sum(part.layers * part.rows * part.hidden_size / _ROW_SIZE * _ROW for part in parts) / config.tp
     sums = sum(part.sums * sum_seconds(sum_bytes(config, part), config.tp, gpu) for part in parts)
     shares: dict[Limit, float] = {
@@ -183,9 +183,10 @@ def _joined(work: Work, rates: Rates) -> float:
     return float((memory**_JOIN + arithmetic**_JOIN) ** (1 / _JOIN))
 
 
-def _rounding(gpu: PublishedGPU, part: PartWork) -> float:
+def _rounding(config: EngineConfig, gpu: PublishedGPU, part: PartWork) -> float:
     """Predicts what products behind rows rounded to FP8 take more."""
-    return part.rounded * (_ROUNDED_BY_OURS if gpu.hopper and part.rows <= WIDE_ROWS else _ROUNDED)
+    is_ours = _runs_kernels(config) and gpu.hopper and config.precision == "bf16" and part.rows <= WIDE_ROWS
+    return part.rounded * (_ROUNDED_BY_OURS if is_ours else _ROUNDED)
 
 
 def _layer_latency(config: EngineConfig, gpu: PublishedGPU, part: PartWork) -> float:

@@ -53,7 +53,7 @@ NormInputsParams = structure(
 class Norm:
     """RMSNorm of the rows that a product takes."""
 
-    weight: Tensor  # [I], of their type
+    weight: Tensor  # [I], of their type; where rows are rounded to E4M3 behind it, FP32 too
     eps: float
     adds_one: bool = False  # it multiplies by one more than its weight: BF16 rows, and a BF16 weight of the product
 
@@ -169,6 +169,8 @@ def wide_gemm_fp8(
     rows, inputs = x.numel() // x.shape[-1], x.shape[-1]
     shape = (inputs // FP8_BLOCK, rows) if scale.ndim == 2 else (rows, 1)
     is_right = factors.shape == shape and factors.dtype == torch.float32 and factors.is_contiguous()
+    check(x.dtype == weight.dtype == torch.float8_e4m3fn, f"x of {x.dtype} and a weight of {weight.dtype}")
+    check(scale.data_ptr() % 8 == 0, "a weight's scales must lie at a multiple of 8 bytes")
     check(is_right and rows <= WIDE_FP8_ROWS, f"scales {tuple(factors.shape)} of x {tuple(x.shape)}")
     how = bias, swiglu, None, residual, gelu
     return _product("dflash_wide_gemm", x, weight, scale, *how, row_factors=factors)

@@ -148,15 +148,13 @@ class CudaProducts(TorchOps):
         What our kernel does not multiply cuBLAS does, once one of ours has normed and rounded it.
         """
         weight, flat = linear_weight(self.weights, name), x.flatten(0, -2)
-        if (
-            not isinstance(weight, Fp8Weight)
-            or kernels.takes_skinny(x, weight.values)
-            or not kernels.takes_quantize(flat)
-        ):
+        if not isinstance(weight, Fp8Weight) or not multiplies(x.device, weight, x.dtype):
+            return None
+        if kernels.takes_skinny(x, weight.values) or not kernels.takes_quantize(flat):
             return None
         is_ours = kernels.suits_wide_fp8(x, weight.values, weight.scale, swiglu)
         is_whole = not weight.by_block or len(flat) % 4 == 0
-        if not is_ours and (norm is None or not is_whole or not multiplies(x.device, weight, x.dtype)):
+        if not is_ours and (norm is None or residual is not None or not is_whole):
             return None
         rows, factors = (kernels.quantize_blocks if weight.by_block else kernels.quantize_rows)(flat, norm)
         bias = self.weights.get(name + ".bias")

@@ -68,6 +68,9 @@ class ExactOps(CudaOps):
             raise EngineError(f"--kernels exact: {name} is of a type or of sizes that our kernels do not multiply")
         return kernels.exact_gemm(x, weight, self.weights.get(name + ".bias"), swiglu, norm, residual, gelu)
 
+    def _rounded_product(self, name: str, x: Tensor, *how: object, **more: object) -> None:
+        """Rounds no rows: a weight in FP8 would be one that was not dequantized at load."""
+
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sums over the ranks in their order, however many rows there are: in parts that our kernel takes."""
         if self.tp == 1:
