@@ -357,7 +357,17 @@ def test_a_schema_of_many_parameters_takes_work_in_proportion():
         profile.runcall(call_grammar, "qwen3-coder", [Callee("f", schema, strict=True)], must=True)
         return sum(entry.callcount for entry in profile.getstats())
 
-    assert calls(1_600) < 5 * calls(400)  # 16 times as many, if each were looked at with all others
+    assert calls(400) < 5 * calls(100)  # 16 times as many, if each were looked at with all others
+
+
+@pytest.mark.parametrize("chat_format", FORMATS)
+def test_functions_that_are_too_long_together_are_refused_before_they_are_written(chat_format, monkeypatch):
+    schema = {"properties": {f"p{i}": {"type": "array", "items": {"enum": ["x" * 50]}} for i in range(150)}}
+    functions = [Callee(f"f{i}", schema, strict=True) for i in range(40)]
+    assert len(call_grammar(chat_format, functions[:1], must=True)) < 65_536
+    with pytest.raises(RequestError, match=r"its schema is too long, .* those before it; at most 65536") as refused:
+        call_grammar(chat_format, functions, must=True)
+    assert refused.value.field == "tools"
 
 
 def test_what_reads_bytes_is_made_once(monkeypatch):
@@ -375,14 +385,14 @@ def test_what_reads_bytes_is_made_once(monkeypatch):
 
 @pytest.mark.parametrize("chat_format", FORMATS)
 def test_more_patterns_than_a_grammar_has_room_for_are_refused_before_they_are_compiled(chat_format, monkeypatch):
-    def offer(schema, pattern):
-        properties = {f"p{i}": {"items": {"anyOf": [{"pattern": pattern}, True]}} for i in range(300)}
+    def offer(schema, pattern, count):
+        properties = {f"p{i}": {"items": {"anyOf": [{"pattern": pattern}, True]}} for i in range(count)}
         call_grammar(chat_format, [Callee(name, {**schema, "properties": properties}, False) for name in "fg"], True)
 
-    offer({"description": "x" * 70_000}, "^a$")
+    offer({"description": "x" * 20_000}, "^a$", 100)
     monkeypatch.setattr(held_schema, "_is_held", None)
     with pytest.raises(RequestError, match="their patterns have 69000 characters; at most 65536 are taken") as refused:
-        offer({}, "x" * 100)
+        offer({}, "x" * 100, 300)
     assert refused.value.field == "tools"
 
 

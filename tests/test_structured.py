@@ -50,7 +50,7 @@ FORMS = [
     Structured(kind="json_object"),
     *(Structured(kind="json_schema", value=model.model_json_schema()) for model in MODELS),
     Structured(kind="regex", value="[0-9]{3}-[a-f]{4}"),
-    Structured(kind="choice", value=["yes, it is", 'no "never"', "peut-\u00eatre"]),
+    Structured(kind="choice", value=["yes, it is", 'no "never"', "peut-\u00eatre", "a\x7fb"]),
     Structured(kind="grammar", value='start: "(" start ")" | "x"'),
 ]
 ASK = [{"role": "user", "content": "Give me a JSON object for a person."}]
@@ -285,6 +285,23 @@ def grammars(tiny):
     return Grammars(tiny.codec.backend, tiny.config.target.vocab_size, tiny.config.stop_token_ids)
 
 
+def test_a_grammar_is_compiled_once_for_all_replies_that_it_holds(tiny, monkeypatch):
+    grammars = Grammars(tiny.codec.backend, tiny.config.target.vocab_size, tiny.config.stop_token_ids)
+    made = []
+    own = grammars._matcher
+    monkeypatch.setattr(grammars, "_matcher", lambda kind, value: made.append(value) or own(kind, value))
+    first, second = (grammars.compile("choice", ["yes", "no"]) for _ in range(2))
+    (token,) = tiny.codec.encode_words("yes")[:1]
+    first.accept(token)
+    assert first.plan([]).masks != second.plan([]).masks  # one moves, and not the other
+    assert second.plan([]).masks == grammars.compile("choice", ["yes", "no"]).plan([]).masks
+    assert made == [["yes", "no"]]
+    for number in range(9):  # the oldest goes
+        grammars.compile("choice", [str(number)])
+    grammars.compile("choice", ["yes", "no"])
+    assert made[-1] == ["yes", "no"] and len(made) == 11
+
+
 def test_what_the_grammar_forces_stands_in_for_drafts(grammars, tiny):
     schema = {"type": "object", "properties": {"colour": {"const": "red"}}, "required": ["colour"]}
     grammar = grammars.compile("json_schema", {**schema, "additionalProperties": False})
@@ -479,6 +496,12 @@ def test_a_tokenizer_may_have_tokens_that_the_model_has_no_numbers_for(tiny):
         ),
         ("grammar", r'start: %json {"type": ["string", "null"], "\u0070attern": "a", "maxLength": 1e7}', "too much"),
         ("json_schema", {"type": "array", "minItems": 1001}, "a minItems of 1001 is too much; at most 1,000 are taken"),
+        ("json_schema", {"type": "integer", "multipleOf": 100_001}, "a multipleOf of 100001 together"),
+        (
+            "json_schema",
+            {"properties": {f"p{i}": {"multipleOf": 9_999.5 + i} for i in range(2)}},
+            "a multipleOf of 200000 together",
+        ),
         ("regex", "a(?=b)", "regex: error: look-around"),
         ("grammar", "start: foo", 'grammar: at 1(8): unknown name: "foo"'),
     ],

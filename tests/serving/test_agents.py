@@ -413,6 +413,24 @@ def test_a_form_that_may_begin_as_llamas_calls_do_is_refused(prepared, form):
     assert form_of(prepared("llama3").chat(tools=TOOLS, response_format=form, tool_choice="required"))
 
 
+@pytest.mark.parametrize("n", [1, 100])
+def test_a_form_that_is_too_large_is_refused_before_there_are_choices(prepared, n, monkeypatch):
+    """Each would carry it to the engine, which refuses it."""
+    monkeypatch.setattr("trtllm_dflash.serving.openai.preparation._with_seeds", None)
+    for schema, says in (
+        ({"enum": ["x" * 70_000]}, "characters; at most 65536 are taken"),
+        ({"type": "integer", "multipleOf": 300_007}, "json_schema: a multipleOf of 300007 together"),
+    ):
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+        error = refused(prepared("llama3").chat, response_format=form, n=n)
+        assert error.param == "response_format" and says in str(error)
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"properties": {"a": {"enum": ["x" * 70_000]}}}},
+    }
+    assert refused(prepared("llama3").chat, tools=[tool], tool_choice="required", n=n).param == "tools"
+
+
 #: Of a chat's stream, what makes chunks of other forms.
 STREAMED: list[dict] = [
     {"stream_options": {"include_usage": True}},

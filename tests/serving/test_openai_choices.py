@@ -2,13 +2,14 @@
 
 import json
 
+import numpy as np
 import openai
 import pytest
 
 from tests.serving.fake_triton import Refuse, fake_triton, response
 from tests.serving.test_gateway import STORY, Reply, client, gateway
 from trtllm_dflash.runtime.request import SamplingParams, TokenLogprobs
-from trtllm_dflash.serving.client import Piece, TokenRequest
+from trtllm_dflash.serving.client import Piece, TokenRequest, _inputs
 from trtllm_dflash.serving.openai import replies
 from trtllm_dflash.serving.openai.jobs import Choice
 from trtllm_dflash.serving.openai.logprobs import CompletionLogprobs, Scored
@@ -109,6 +110,17 @@ def test_the_best_of_several_are_the_likeliest(api, tiny):
     assert [choice.text for choice in reply.choices] == [one.text for one in likeliest]
     assert all(choice.logprobs is None for choice in reply.choices)
     assert reply.usage.completion_tokens == sum(len(one.token_ids) for one in several)
+
+
+def test_of_several_an_empty_one_is_as_likely_as_its_end(api, tiny):
+    """A reply that ends at once has a token, too: that is no certain one."""
+    end, sampled = tiny.config.stop_token_ids[0], dict(max_tokens=6, temperature=1.0)
+    asked = dict(model="tiny", prompt=PROMPT, seed=1, logit_bias={str(end): 9}, **sampled)
+    several = api.completions.create(n=8, logprobs=0, **asked).choices
+    texts = {choice.text for choice in several}
+    assert "" in texts and len(texts) > 1
+    best = api.completions.create(best_of=8, n=8, **asked).choices
+    assert [one.text for one in best].index("") > 0
 
 
 def test_penalties_and_forms_are_those_of_the_engine(api, tiny):
@@ -238,6 +250,22 @@ def test_thinking_counts_the_tokens_whose_text_was_kept_back(pieces, thinking):
     assert choice.usage.thinking_tokens == thinking
 
 
+@pytest.mark.parametrize("top_p", [1e-300, 1e-46, 0.5])
+def test_a_small_top_p_is_no_zero_in_fewer_bits(top_p):
+    """Which would be no filter at all, beside a top-k."""
+    (sent,) = [x for x in _inputs(TokenRequest([5], SamplingParams(top_p=top_p))) if x.name() == "runtime_top_p"]
+    assert 0 < np.frombuffer(sent._get_content(), np.float32)[0] <= 0.5
+
+
+def test_each_choice_has_its_prompt_in_its_usage_and_all_have_it_once():
+    choices = [
+        Choice(TokenRequest([5, 6], SamplingParams()), PlainParser(), counts_prompt=one) for one in (True, False)
+    ]
+    told = [choice.read(Piece("a", 1, [], 0, 0, [], "length")).usage for choice in choices]
+    assert [(usage.prompt_tokens, usage.completion_tokens) for usage in told] == [(2, 1), (2, 1)]
+    assert sum((choice.usage for choice in choices), replies.Usage(0)) == replies.Usage(2, 2)
+
+
 @pytest.mark.parametrize("written", [True, False])
 def test_offsets_are_into_the_text_that_is_returned(tiny, texts, written):
     """Hidden tokens are no text, but where a prompt that is a text has their names in it."""
@@ -265,6 +293,15 @@ def test_offsets_are_into_the_text_that_is_returned(tiny, texts, written):
     events = [streamed.added(0, replies.Added([], scored[at : at + 1])) for at in range(len(scored))]
     offsets = [json.loads(event[len(b"data: ") :])["choices"][0]["logprobs"]["text_offset"] for event in events]
     assert [at for part in offsets for at in part] == [at - len(echo) for at in found["text_offset"][len(prompt) :]]
+
+
+def test_an_offset_counts_what_turns_out_to_be_no_character(texts):
+    """A token with the first byte of a character, and one that does not go on with it."""
+    first = next(token for token in range(2048) if texts.raw(token) == "é".encode()[:1])
+    word = next(token for token in range(2048) if texts.raw(token) == b" a")
+    scored = [Scored(token, TokenLogprobs(-2.0, [])) for token in (word, first, word, first, first)]
+    found = CompletionLogprobs(texts).body(scored)
+    assert found["text_offset"] == [0, 2, 3, 5, 6]
 
 
 def test_what_the_engine_refuses_bears_openais_name(tiny_engine):

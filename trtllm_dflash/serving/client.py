@@ -270,7 +270,7 @@ def _inputs(request: TokenRequest) -> list[InferInput]:
         "streaming": np.array([True]),
         "temperature": np.array([params.temperature], np.float32),
         "runtime_top_k": np.array([params.top_k], np.int32),
-        "runtime_top_p": np.array([params.top_p], np.float32),
+        "runtime_top_p": np.array([max(params.top_p, np.finfo(np.float32).tiny)], np.float32),  # 0 would be no filter
         "seed": np.array([params.seed], np.uint64),
         "ignore_eos": np.array([params.ignore_eos]),
         "draft": np.array([request.draft]),

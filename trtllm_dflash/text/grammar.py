@@ -16,13 +16,12 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from trtllm_dflash.errors import ReplyError, RequestError
+from trtllm_dflash.text.form_size import FIELD, check_size, source_of
 from trtllm_dflash.text.lookahead import Lookahead
-from trtllm_dflash.text.reply.held_schema import LONGEST, held, inner_schemas
+from trtllm_dflash.text.reply.grammar_terms import text
+from trtllm_dflash.text.reply.held_schema import held, inner_schemas
 from trtllm_dflash.text.reply.json_space import OBJECT_SPACE, SCHEMA_SPACE, as_object
 from trtllm_dflash.text.reply.schema_parts import SHARED
-
-#: The field of a request that a grammar comes from.
-FIELD = "structured"
 
 #: In the library's error of a token that is not allowed; its others are of grammars that grew too complex.
 _NOT_ALLOWED = "doesn't satisfy the grammar"
@@ -33,14 +32,8 @@ _STRAY_STEPS = 8
 #: Schemas inside a schema that are looked at for the place of an error.
 _MOST_PLACES = 64
 
-#: Patterns of a schema times its largest `maxLength`: each character of a text that has both takes 20 to 40 us to
-#: compile, and nothing ends that.
-_MOST_BOUNDED = 30_000
-#: A schema's largest `minItems`: every token of such an array takes time with it, for all replies of a step.
-_MOST_ITEMS = 1_000
-_LEAST_ITEMS = re.compile(r'"minItems"\s*:\s*([0-9.eE+-]+)')
-_PATTERN, _BOUND = re.compile(r'"pattern"\s*:'), re.compile(r'"maxLength"\s*:\s*([0-9.eE+-]+)')
-_ESCAPED = re.compile(r"\\u00([0-7][0-9a-fA-F])")
+#: Compiled grammars that are kept: requests repeat them, and so does each choice of a request.
+_MOST_KEPT = 8
 
 
 @dataclass(frozen=True)
@@ -206,8 +199,9 @@ class Grammars:
         self._words = -(-vocabulary // 32)
         described = json.loads(tokenizer.to_str())
         self._specials = _hide_specials(described, vocabulary)
-        text = json.dumps(described)
-        self._tokenizer = LLTokenizer(text, n_vocab=vocabulary, eos_token=sorted(self._end_ids))
+        written = json.dumps(described)
+        self._tokenizer = LLTokenizer(written, n_vocab=vocabulary, eos_token=sorted(self._end_ids))
+        self._kept: dict[tuple[str, str], LLMatcher] = {}  # at its beginning each, the last used behind
 
     def compile(self, kind: str, value: Any) -> Grammar:
         """Compiles a grammar; kind and value are those of `Structured`.
@@ -215,11 +209,15 @@ class Grammars:
         Raises:
             RequestError: it is too long, or wrong; names the place.
         """
-        try:
-            source = value if isinstance(value, str) else json.dumps(value)
-        except RecursionError:
-            raise RequestError(f"{kind}: it is nested too deeply", FIELD) from None
+        source = source_of(kind, value)
         check_size(kind, source)
+        matcher = self._kept.pop((kind, source), None) or self._compiled(kind, value, source)
+        self._kept[kind, source] = matcher
+        if len(self._kept) > _MOST_KEPT:
+            del self._kept[next(iter(self._kept))]
+        return Grammar(matcher.deep_copy(), self._tokenizer, self._end_ids, self._words)
+
+    def _compiled(self, kind: str, value: Any, source: str) -> LLMatcher:
         try:
             matcher = self._matcher(kind, value)
         except RecursionError:
@@ -234,7 +232,7 @@ class Grammars:
             elif kind == "grammar":
                 place, problem = self._place_in_rule(source, problem)
             raise RequestError(f"{place or kind}: {_one_line(problem)}", FIELD)
-        return Grammar(matcher, self._tokenizer, self._end_ids, self._words)
+        return matcher
 
     def _matcher(self, kind: str, value: Any) -> LLMatcher:
         if kind == "grammar":
@@ -292,9 +290,7 @@ _SOURCES = {
         json.dumps(held(as_object(schema))), overrides=SCHEMA_SPACE
     ),
     "regex": LLMatcher.grammar_from_regex,
-    "choice": lambda texts: LLMatcher.grammar_from_lark(
-        "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
-    ),
+    "choice": lambda texts: LLMatcher.grammar_from_lark("start: " + " | ".join(map(text, texts))),
     "grammar": LLMatcher.grammar_from_lark,
 }
 
@@ -315,31 +311,6 @@ def _hide_specials(tokenizer: dict[str, Any], vocabulary: int) -> dict[str, int]
     elif isinstance(known, list):  # with the probability of each
         tokenizer["model"]["vocab"] = [[hidden.get(name, name), chance] for name, chance in known]
     return specials
-
-
-def check_size(kind: str, source: str) -> None:
-    """Refuses a schema, expression or grammar that is too long, or has long texts of patterns or very long arrays.
-
-    Raises:
-        RequestError: it is.
-    """
-    if len(source) > LONGEST:
-        raise RequestError(f"has {len(source)} characters; at most {LONGEST} are taken", FIELD)
-    written = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), source)
-    bounds = [_number(found) for found in _BOUND.findall(written)]
-    if bounds and len(_PATTERN.findall(written)) * max(bounds) > _MOST_BOUNDED:
-        reason = f"a maxLength of {max(bounds):.0f} is too much beside patterns; their product is at most"
-        raise RequestError(f"{kind}: {reason} {_MOST_BOUNDED:,}", FIELD)
-    items = max(map(_number, _LEAST_ITEMS.findall(written)), default=0)
-    if items > _MOST_ITEMS:
-        raise RequestError(f"{kind}: a minItems of {items:.0f} is too much; at most {_MOST_ITEMS:,} are taken", FIELD)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.inf
 
 
 def _refers(place: tuple[str, Any]) -> bool:

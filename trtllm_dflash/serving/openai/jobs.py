@@ -93,7 +93,8 @@ class Choice:
             first, *others = self.request.token_ids
             self._scored_prompt = [Scored(first, None), *map(Scored, others, piece.prompt_logprobs)]
         # As they are now: a choice of several is read ahead of its client.
-        return Added(shown, self._scored(piece), replace(self.usage), self.reason)
+        usage = replace(self.usage, prompt_tokens=len(self.request.token_ids))
+        return Added(shown, self._scored(piece), usage, self.reason, [its.logprob for its in piece.logprobs])
 
     def _count_thinking(self, piece: Piece, parts: list[Part]) -> None:
         """Counts a piece that is thinking alone, with those before it whose text was kept back until now."""

@@ -65,10 +65,14 @@ class CompletionLogprobs:
         """
         offsets = []
         for one in scored:
-            offsets.append(self._offset)
             name = self._texts.hidden(one.token)
+            raw = b"" if name is not None else self._texts.raw(one.token)
+            if raw and self._decoder.getstate()[0] and not 0x80 <= raw[0] < 0xC0:
+                # What came before is no character, which is known now.
+                self._offset += len(self._decoder.decode(b"", True))
+            offsets.append(self._offset)
             if name is None:
-                self._offset += len(self._decoder.decode(self._texts.raw(one.token)))
+                self._offset += len(self._decoder.decode(raw))
             elif text.startswith(name, self._offset):
                 self._offset += len(name)
         return offsets

@@ -33,6 +33,7 @@ from trtllm_dflash.serving.openai.response_tools import functions_of
 from trtllm_dflash.serving.openai.responses import ResponsesRequest
 from trtllm_dflash.serving.parameters import LONGEST_STOP, MOST_STOPS
 from trtllm_dflash.session.limits import MOST_BAD_RUNS
+from trtllm_dflash.text.form_size import check_size, source_of
 from trtllm_dflash.text.harmony import EFFORTS
 from trtllm_dflash.text.reply.call_grammar import call_grammar
 from trtllm_dflash.text.reply.grammar_terms import Callee, form_of
@@ -81,6 +82,7 @@ class Preparation:
             more["logprobs"] = 0
         if asked.echo and asked.prompt_logprobs is None:
             more["prompt_logprobs"] = asked.logprobs
+        _check_form(asked.structured, asked.form_field)
         choices: list[Choice] = []
         for prompt in asked.prompt:
             ids = self._tokens(prompt, "prompt")
@@ -190,6 +192,12 @@ class Preparation:
         return CompletionForm(self._name, chat, asked.include_usage, texts, prompts, asked.tells_usage)
 
     def _structured(self, asked: ChatRequest | ResponsesRequest, offer: Offer, ids: list[int]) -> Structured | None:
+        """Makes the form of a reply, once for all of its choices."""
+        form = self._form_of(asked, offer, ids)
+        _check_form(form, "tools" if offer.held else asked.form_field)
+        return form
+
+    def _form_of(self, asked: ChatRequest | ResponsesRequest, offer: Offer, ids: list[int]) -> Structured | None:
         """Makes the form of a reply: of its calls, of what it says where it calls nothing, or of both."""
         own = asked.structured
         if own is None or not offer.functions or offer.must:
@@ -372,6 +380,16 @@ def _check_texts(field: str, texts: Sequence[str], most: int) -> None:
     """Refuses more texts, or longer ones, than a reply is searched for: each choice would carry them."""
     if len(texts) > most or max(map(len, texts), default=0) > LONGEST_STOP:
         raise ApiError(400, f"{field}: at most {most}, of {LONGEST_STOP} characters each, are taken", field)
+
+
+def _check_form(form: Structured | None, param: str) -> None:
+    """Refuses a form that no engine takes: each choice would carry it there."""
+    if form is None:
+        return
+    try:
+        check_size(form.kind, source_of(form.kind, form.value))
+    except RequestError as error:
+        raise _refusal(error, param) from None
 
 
 def _refusal(error: RequestError, param: str) -> ApiError:

@@ -83,12 +83,14 @@ class Added:
         scored: the new tokens, where log-probabilities are asked for.
         usage: of its choice so far.
         reason: why its choice ends with it; "": it does not.
+        logprobs: of the new tokens, one that ends the reply among them.
     """
 
     parts: list[Part]
     scored: list[Scored] = field(default_factory=list)
     usage: Usage | None = None
     reason: str = ""
+    logprobs: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -100,6 +102,7 @@ class Reply:
         pieces: of its thinking and its content.
         last: the kind of its last part.
         scored, scored_prompt: tokens, where log-probabilities are asked for.
+        logprobs: of its tokens, then, one that ends it among them.
     """
 
     pieces: dict[PartKind, list[str]] = field(default_factory=lambda: {"thinking": [], "content": []})
@@ -109,6 +112,7 @@ class Reply:
     last: PartKind | None = None
     scored: list[Scored] = field(default_factory=list)
     scored_prompt: list[Scored] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
 
     @property
     def thinking(self) -> str:
@@ -121,12 +125,12 @@ class Reply:
     @property
     def mean_logprob(self) -> float:
         """The mean of its tokens' log-probabilities, by which the best of several is found."""
-        own = [one.its.logprob for one in self.scored if one.its is not None]
-        return sum(own) / max(1, len(own))
+        return sum(self.logprobs) / max(1, len(self.logprobs))
 
     def add(self, added: Added) -> None:
         """Adds what a response adds."""
         self.scored += added.scored
+        self.logprobs += added.logprobs
         for part in added.parts:
             self.last = part.kind
             if part.kind == "call":

@@ -16,7 +16,6 @@ from trtllm_dflash.text.reply.schema_parts import SHARED, standing_alone
 from trtllm_dflash.text.reply.thinking import CLOSING, OPENING
 from trtllm_dflash.text.reply.xml_call import LONGEST_NAME, Tags, types_of
 
-_MOST_WRITTEN = 1 << 22  # characters of a function's rules: parts of a schema may each refer to all of it
 _SCALARS = frozenset({"string", "null", "boolean", "integer", "number"})
 
 
@@ -51,10 +50,20 @@ def call_grammar(
         rules = [rule.replace("start:", "calls:", 1) if rule.startswith("start:") else rule for rule in rules]
         rules += ["start: calls | form", f"form: {form}"]
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
+    written = 0
     for number, function in enumerate(functions):
         kept = function if function.strict else replace(function, schema=held(function.schema, strict=False))
-        rules += _call(chat_format, marks, f"call_{number}", kept)
+        own = _call(chat_format, marks, f"call_{number}", kept)
+        written += sum(map(len, own))
+        if written > LONGEST:
+            raise _too_long(function)
+        rules += own
     return "\n".join(["%llguidance {}", *rules, TERMINALS, ""])
+
+
+def _too_long(function: Callee) -> RequestError:
+    reason = "its schema is too long, with what its references lead to, and those before it"
+    return RequestError(f"{function.name!r}: {reason}; at most {LONGEST} characters are taken", "tools")
 
 
 def _check_patterns(functions: Sequence[Callee]) -> None:
@@ -175,8 +184,8 @@ def _xml_call(tags: Tags, rule: str, function: Callee, before: str, after: str) 
             raise unheld(function, f"#/properties/{name}")
         rules += _parameter(tags, parameter, text(name), inner, function)
         written += len(rules[-1])
-        if written > _MOST_WRITTEN:
-            raise RequestError(f"{function.name!r}: its schema is too long, with what its references lead to", "tools")
+        if written > LONGEST:  # parts of a schema may each refer to all of it
+            raise _too_long(function)
     if is_open:
         parameters.append(f"{rule}_any*")
         rules += _parameter(tags, f"{rule}_any", rf'/[^<>"\n]{{1,{LONGEST_NAME}}}/', more, function)

@@ -53,7 +53,7 @@ class Marks:
 
 def text(content: str) -> str:
     """Writes a text."""
-    return json.dumps(content, ensure_ascii=False)
+    return json.dumps(content, ensure_ascii=False).replace("\x7f", "\\u007f")  # which the library takes no other way
 
 
 def json_value(schema: Any, strict: bool) -> str:

@@ -25,7 +25,7 @@ def check_apart(kind: str, form: str, functions: Iterable[str]) -> None:
     Raises:
         RequestError: it may, or is too long.
     """
-    from trtllm_dflash.text.grammar import check_size  # what few requests need
+    from trtllm_dflash.text.form_size import check_size  # what few requests need
 
     check_size("grammar", form)
     matcher = byte_matcher(f"%llguidance {{}}\nstart: form\nform: {form}\n")
