@@ -113,6 +113,11 @@ def test_the_floor_of_qwen3_8b_agrees_with_its_size():
 # -- shapes ----------------------------------------------------------------------------------------------------------
 
 
+def test_more_layers_than_a_shape_has_are_refused():
+    with pytest.raises(SettingsError, match="--layers 7: tiny has 6"):
+        shape_config("tiny", layers=7, precision="fp32", tp=1, max_batch=1, max_seq_len=64, chunk=8)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("layers", [1, 3, None])
 def test_every_shape_makes_an_engine_whose_taps_are_inside_the_target(name, layers):

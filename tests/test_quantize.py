@@ -208,6 +208,17 @@ def test_the_command_prints_the_report_and_builds_from_there(tmp_path):
     assert "is quantized already, to fp8" in refusal("quantize", *again, *few)
 
 
+def test_a_hybrid_pair_is_quantized_and_what_it_drafts_is_accepted(tmp_path):
+    few = ["--samples", 4, "--held-back", 4, "--length", 64, "--max-tokens", 64, "--device", "cpu"]
+    succeeds("quantize", "--model", "tiny-hybrid", "--format", "fp8", "--output", tmp_path / "made", *few)
+    report = json.loads((tmp_path / "made" / "report.json").read_text())
+    assert abs(report["perplexity_after"] / report["perplexity_before"] - 1) < 0.05
+    rows = {(row["target"], row["drafter"]): row for row in report["acceptance"]}
+    assert len(rows) == 4 and all(row["is_plain_text"] for row in rows.values())
+    before = rows["as it was", "as it was"]["length"]
+    assert before > 1.5 and all(row["length"] > 0.7 * before for row in rows.values())
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

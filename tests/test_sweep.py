@@ -233,6 +233,21 @@ def test_results_are_not_written_into_an_engine(tmp_path, force):
         open_results(plan_results(settings, SAMPLES, gpus=1), tmp_path, resume=False, force=force)
 
 
+@pytest.mark.parametrize("name", ["pareto.png", "acceptance.png", "report.html", "results.csv"])
+def test_files_that_no_sweep_wrote_are_not_replaced(tmp_path, name):
+    settings = SweepSettings.model_validate({"shape": "tiny", "concurrency": "1", "requests": 8})
+    fresh = plan_results(settings, SAMPLES, gpus=1)
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(SettingsError, match=rf"has a {re.escape(name)}; use another, or --force to replace it"):
+        open_results(fresh, tmp_path, resume=False, force=False)
+    assert open_results(fresh, tmp_path, resume=False, force=True) is fresh
+    sweep(TwoSpeeds(), tmp_path / "run", concurrency="1", requests=8)
+    if name != "results.csv":
+        assert f"has a {name}" in refusal("report", tmp_path / "run", "--output", tmp_path)
+        succeeds("report", tmp_path / "run", "--output", tmp_path, "--force")
+    assert ((tmp_path / name).exists() and (tmp_path / name).read_bytes() == b"mine") == (name == "results.csv")
+
+
 def test_a_longer_list_of_loads_may_go_on_from_a_shorter_one(tmp_path):
     sweep(TwoSpeeds(), tmp_path, concurrency="1", requests=8)
     results = sweep(TwoSpeeds(), tmp_path, resume=True, concurrency="1,2", requests=8)

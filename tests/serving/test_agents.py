@@ -424,11 +424,6 @@ def test_a_form_that_is_too_large_is_refused_before_there_are_choices(prepared, 
         form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
         error = refused(prepared("llama3").chat, response_format=form, n=n)
         assert error.param == "response_format" and says in str(error)
-    tool = {
-        "type": "function",
-        "function": {"name": "f", "parameters": {"properties": {"a": {"enum": ["x" * 70_000]}}}},
-    }
-    assert refused(prepared("llama3").chat, tools=[tool], tool_choice="required", n=n).param == "tools"
 
 
 #: Of a chat's stream, what makes chunks of other forms.

@@ -24,7 +24,7 @@ def bench() -> None:
 
 @bench.command("step")
 @click.option("--engine", type=click.Path(path_type=Path), help="Engine directory.")
-@click.option("--shape", help="Random weights of a model's shape instead: qwen3-8b, llama-3.1-8b, tiny, ...")
+@click.option("--shape", help="Random weights of a model's shape instead: qwen3-8b, tiny (smaller than the pair), ...")
 @click.option(
     "--precision",
     help="--shape: auto (bf16 with a GPU, fp32 without), fp32, bf16, fp16, fp8 (as `build` rounds to it) or "

@@ -121,12 +121,17 @@ def _as_chat(text: str, system: str | None) -> list[dict[str, str]]:
 
 
 def _stream(llm: "LLM", prompt: "Prompt", params: "SamplingParams", draft: bool) -> None:
-    completion = None
-    for chunk in llm.stream(prompt, params, draft):
-        # echo flushes, so that each chunk is seen at once
-        click.echo(chunk.text, nl=False)
-        completion = chunk.completion
-    assert completion is not None
+    chunk = None
+    try:
+        for chunk in llm.stream(prompt, params, draft):
+            # echo flushes, so that each chunk is seen at once
+            click.echo(chunk.text, nl=False)
+    except BaseException:
+        if chunk is not None:
+            click.echo(err=True)  # the error has a line of its own
+        raise
+    assert chunk is not None and chunk.completion is not None
+    completion = chunk.completion
     rate = len(completion.token_ids) / completion.seconds
     drafted = f", {completion.acceptance_length:.2f} tokens a step" if completion.steps else ""
     click.echo(f"\n[{len(completion.token_ids)} tokens, {rate:.0f} tokens/s{drafted}]", err=True)

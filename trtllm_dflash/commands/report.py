@@ -16,7 +16,8 @@ from trtllm_dflash.output import writing
     "--plan", type=click.Path(path_type=Path), help="What `build --plan` predicted (JSON), drawn over one sweep."
 )
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for report.html and plots.")
-def report(runs: tuple[Path, ...], at: str | None, plan: Path | None, output: Path | None) -> None:
+@click.option("--force", is_flag=True, help="Replace those that the folder has.")
+def report(runs: tuple[Path, ...], at: str | None, plan: Path | None, output: Path | None, force: bool) -> None:
     """Show sweeps again, and compare them (folders or results.json)."""
     from trtllm_dflash.sweep.plots import can_plot
     from trtllm_dflash.sweep.report import (
@@ -29,11 +30,13 @@ def report(runs: tuple[Path, ...], at: str | None, plan: Path | None, output: Pa
         read_plan,
         write_comparison,
     )
-    from trtllm_dflash.sweep.results import read_results
+    from trtllm_dflash.sweep.results import ACCEPTANCE, PARETO, REPORT, check_free, read_results
     from trtllm_dflash.sweep.settings import positive_numbers
 
     if output is not None and not can_plot():
         raise SettingsError("--output: plots need matplotlib: pip install 'trtllm-dflash[sweep]'")
+    if output is not None and not force:
+        check_free(output, (PARETO, ACCEPTANCE, REPORT))
     if plan is not None and len(runs) > 1:
         raise SettingsError("--plan: it is drawn over one sweep; give one")
     found = [read_results(run) for run in runs]

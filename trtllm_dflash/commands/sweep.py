@@ -29,7 +29,9 @@ _LATER = "pip install 'trtllm-dflash[sweep]', here or where you run: trtllm-dfla
 @click.command()
 @click.option("--url", help="A server: HOST:PORT is Triton's gRPC, http://HOST:PORT an OpenAI API.")
 @click.option("--engine", type=click.Path(path_type=Path), help="Engine directory, served in this process instead.")
-@click.option("--shape", help="Random weights of a model's shape in this process: qwen3-8b, tiny, ...")
+@click.option(
+    "--shape", help="Random weights of a model's shape in this process: qwen3-8b, tiny (smaller than the pair), ..."
+)
 @click.option("--model", help="Which of the server's; or NAME=MODEL,...  [default: ensemble, or the only one]")
 @click.option(
     "--tokenizer", type=click.Path(path_type=Path), help="Triton: folder whose chat template prompts go through."
@@ -144,20 +146,23 @@ class _Store:
 
     def _show(self, results: "Results") -> None:
         from trtllm_dflash.sweep.plots import can_plot
-        from trtllm_dflash.sweep.report import CSV, fixed_speed_table, limit_lines, notes, point_table, write_reports
+        from trtllm_dflash.sweep.report import fixed_speed_table, limit_lines, notes, point_table, write_reports
+        from trtllm_dflash.sweep.results import CSV
 
+        # Before files, for which there may be no room.
+        if self._as_json:
+            document = results.model_dump(mode="json", exclude={"rounds", "categories"})
+            click.echo(json.dumps(document, indent=1))
+        else:
+            show(point_table(results), *notes(results), *limit_lines(results))
+            if results.fixed_speed:
+                show(fixed_speed_table(results.fixed_speed))
         with writing(self.folder):
             results.write_csv(self.folder / CSV)
             if can_plot():
                 write_reports(results, self.folder)
-        if self._as_json:
-            document = results.model_dump(mode="json", exclude={"rounds", "categories"})
-            click.echo(json.dumps(document, indent=1))
-            return
-        show(point_table(results), *notes(results), *limit_lines(results))
-        if results.fixed_speed:
-            show(fixed_speed_table(results.fixed_speed))
-        click.echo(f"{self.folder}: results.json, results.csv" + (", report.html, plots" if can_plot() else ""))
+        if not self._as_json:
+            click.echo(f"{self.folder}: results.json, results.csv" + (", report.html, plots" if can_plot() else ""))
 
 
 def _sweep_server(settings: "SweepSettings", store: _Store, api_key_file: Path | None) -> None:

@@ -92,9 +92,11 @@ def shape_models(name: str, layers: int | None = None) -> tuple[DecoderConfig, D
         layers: of the target, where not the shape's.
 
     Raises:
-        SettingsError: the shape is not known.
+        SettingsError: the shape is not known, or has fewer layers.
     """
     shape = find_shape(name)
+    if layers is not None and layers > shape.facts.target_layers:
+        raise SettingsError(f"--layers {layers}: {name} has {shape.facts.target_layers}")
     raw = shape.target_of(layers or shape.facts.target_layers)
     target = _as_stored(raw, read_target_config(raw))
     return target, drafter_of(shape, target)

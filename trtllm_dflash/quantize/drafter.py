@@ -15,7 +15,9 @@ from trtllm_dflash.checkpoint.quantized import MODELOPT_FILE
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.models import build_target
+from trtllm_dflash.models.decoder import Features
 from trtllm_dflash.models.drafter import Drafter
+from trtllm_dflash.ops.delta_states import DeltaStates, Run
 from trtllm_dflash.ops.torch_ops import TorchOps
 from trtllm_dflash.quantize.modelopt import load_modelopt, quiet, recipe
 from trtllm_dflash.quantize.text import Sample
@@ -62,12 +64,12 @@ class DrafterLinears(nn.Module):
 class ModuleOps(TorchOps):
     """TorchOps that multiplies by the modules of a drafter's matrices."""
 
-    linears: DrafterLinears
+    matrices: DrafterLinears
 
     def linear(self, name: str, x: Tensor) -> Tensor:
-        if name not in self.linears.parts:
+        if name not in self.matrices.parts:
             return super().linear(name, x)
-        y, bias = self.linears.product(name, x), self.weights.get(name + ".bias")
+        y, bias = self.matrices.product(name, x), self.weights.get(name + ".bias")
         return y if bias is None else y + bias
 
 
@@ -92,7 +94,7 @@ def quantize_drafter(
 
     def calibrate(linears: Any) -> None:
         ops = ops_over(llm, ModuleOps)
-        ops.linears = linears
+        ops.matrices = linears
         for done, sample in enumerate(samples, start=1):
             for _ in draft_blocks(ops, llm, sample):
                 pass
@@ -117,20 +119,28 @@ def quantize_drafter(
 
 
 def ops_over(llm: LLM, kind: type[OpsKind]) -> OpsKind:
-    """Makes operations of that kind over an engine's weights and the caches of its first slot."""
+    """Makes operations of that kind over an engine's weights and what it keeps of its first slot."""
     session = llm.session
     assert isinstance(session, TorchSession), "loaded from checkpoints"
-    return kind(session.weights, {name: cache[:1] for name, cache in session.caches.items()})
+    states = session.states if isinstance(session.states, DeltaStates) else None
+    return kind(session.weights, {name: cache[:1] for name, cache in session.caches.items()}, states=states)
+
+
+def target_features(ops: TorchOps, llm: LLM, ids: Tensor, taps: tuple[int, ...]) -> Features[Tensor]:
+    """Runs an engine's target over a whole text, ids [1, N], in its first slot."""
+    ops.runs = [Run(slot=0, start=0, count=ids.shape[1], entry=0, first=0)]  # it begins with no state
+    start = torch.zeros(1, dtype=torch.int32, device=ids.device)
+    return build_target(llm.config.target).forward(ops, ids, start, taps)
 
 
 def draft_blocks(ops: TorchOps, llm: LLM, sample: Sample) -> Iterator[Tensor]:
     """Runs the target over a sample and the drafter after several of its tokens; yields each block's drafts."""
-    target, config = build_target(llm.config.target), llm.config.drafter
+    config = llm.config.drafter
     assert config is not None
     drafter, device = Drafter(config), llm.session.device
     ids = torch.tensor([sample.token_ids], dtype=torch.int32, device=device)
     start = torch.zeros(1, dtype=torch.int32, device=device)
-    features = target.forward(ops, ids, start, config.tap_layers)
+    features = target_features(ops, llm, ids, config.tap_layers)
     context = drafter.context(ops, ops.concat(features.taps), start)
     block = torch.arange(llm.config.block_size, dtype=torch.int32, device=device)[None]
     last = ids.shape[1] - 1

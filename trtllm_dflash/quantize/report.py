@@ -14,7 +14,7 @@ from trtllm_dflash.models import build_target
 from trtllm_dflash.models.drafter import PREFIX
 from trtllm_dflash.ops.base import MoELayer
 from trtllm_dflash.ops.torch_ops import TorchOps
-from trtllm_dflash.quantize.drafter import draft_blocks, ops_over
+from trtllm_dflash.quantize.drafter import draft_blocks, ops_over, target_features
 from trtllm_dflash.quantize.text import Sample
 from trtllm_dflash.runtime.request import SamplingParams
 
@@ -102,8 +102,7 @@ def observe(llm: LLM, samples: list[Sample]) -> Observed:
     kept, ops.products = ops.products, {}
     for sample in samples:
         ids = torch.tensor([sample.token_ids], dtype=torch.int32, device=llm.session.device)
-        start = torch.zeros(1, dtype=torch.int32, device=llm.session.device)
-        logits = target.logits(ops, target.forward(ops, ids, start, ()).hidden)[0].float()
+        logits = target.logits(ops, target_features(ops, llm, ids, ()).hidden)[0].float()
         ops.products.setdefault("logits", []).append(logits.cpu())
         loss += F.cross_entropy(logits[:-1], ids[0, 1:].long(), reduction="sum").item()
         count += ids.shape[1] - 1

@@ -13,10 +13,8 @@ from trtllm_dflash.checkpoint.validation import first_problem
 from trtllm_dflash.errors import SettingsError, why_unreadable
 from trtllm_dflash.sweep.pareto import Comparison, Reading, compare
 from trtllm_dflash.sweep.plots import Predicted, plot_acceptance, plot_pareto
-from trtllm_dflash.sweep.results import Results
+from trtllm_dflash.sweep.results import ACCEPTANCE, PARETO, REPORT, Results
 from trtllm_dflash.sweep.summary import Point, Spread
-
-PARETO, ACCEPTANCE, REPORT, CSV = "pareto.png", "acceptance.png", "report.html", "results.csv"
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; color: #222 }

@@ -2,6 +2,8 @@
 
 import csv
 import json
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +18,7 @@ from trtllm_dflash.sweep.summary import PERCENTILES, Point, Round, summarize
 
 SCHEMA_VERSION: Literal[1] = 1
 FILE = "results.json"
+PARETO, ACCEPTANCE, REPORT, CSV = "pareto.png", "acceptance.png", "report.html", "results.csv"
 
 _SPREADS = ("ttft", "tpot", "itl", "e2e", "late")
 
@@ -31,6 +34,17 @@ class Limit(BaseModel):
     arm: Arm
     load: float | None
     missed: float | None
+
+
+def check_free(folder: Path, names: Iterable[str]) -> None:
+    """Refuses a folder that has files of these names: nobody knows whose they are.
+
+    Raises:
+        SettingsError: it has one.
+    """
+    there = next((name for name in names if (folder / name).exists()), None)
+    if there is not None:
+        raise SettingsError(f"--output {folder}: has a {there}; use another, or --force to replace it")
 
 
 class Results(BaseModel):
@@ -123,6 +137,8 @@ class Results(BaseModel):
             aside.write_text(text, encoding="utf-8")
             aside.replace(folder / FILE)
         except OSError as error:
+            with suppress(OSError):
+                aside.unlink()
             raise SettingsError(f"{folder / FILE}: cannot be written ({error.strerror})") from None
 
     def write_csv(self, file: Path) -> None:

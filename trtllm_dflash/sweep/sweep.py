@@ -13,7 +13,7 @@ from trtllm_dflash.engine.directory import CONFIG_FILE
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.sweep.dataset import Dataset
 from trtllm_dflash.sweep.load import Amount, Arm, ClosedLoop, Load, Target, Traffic, Traits, run_load
-from trtllm_dflash.sweep.results import FILE, Limit, Results, read_results
+from trtllm_dflash.sweep.results import ACCEPTANCE, CSV, FILE, PARETO, REPORT, Limit, Results, check_free, read_results
 from trtllm_dflash.sweep.runtime_metrics import SETTLE_SECONDS, Reading
 from trtllm_dflash.sweep.settings import SweepSettings
 from trtllm_dflash.sweep.summary import Counted, Point, Round, summarize
@@ -99,6 +99,8 @@ def open_results(fresh: Results, folder: Path, resume: bool, force: bool) -> Res
     if not (folder / FILE).exists() or force:
         if resume and not force:
             raise SettingsError(f"--resume: there is no {FILE} in {folder}")
+        if not force:
+            check_free(folder, (PARETO, ACCEPTANCE, REPORT, CSV))
         folder.mkdir(parents=True, exist_ok=True)
         return fresh
     if not resume:
