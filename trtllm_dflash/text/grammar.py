@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from ctypes import addressof, c_uint32, memset
 from dataclasses import dataclass, field
 from itertools import islice
+from threading import Lock
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
@@ -202,6 +203,7 @@ class Grammars:
         written = json.dumps(described)
         self._tokenizer = LLTokenizer(written, n_vocab=vocabulary, eos_token=sorted(self._end_ids))
         self._kept: dict[tuple[str, str], LLMatcher] = {}  # at its beginning each, the last used behind
+        self._guard = Lock()  # of those: requests may come from several threads
 
     def compile(self, kind: str, value: Any) -> Grammar:
         """Compiles a grammar; kind and value are those of `Structured`.
@@ -211,11 +213,15 @@ class Grammars:
         """
         source = source_of(kind, value)
         check_size(kind, source)
-        matcher = self._kept.pop((kind, source), None) or self._compiled(kind, value, source)
-        self._kept[kind, source] = matcher
-        if len(self._kept) > _MOST_KEPT:
-            del self._kept[next(iter(self._kept))]
-        return Grammar(matcher.deep_copy(), self._tokenizer, self._end_ids, self._words)
+        with self._guard:
+            matcher = self._kept.pop((kind, source), None)
+        matcher = matcher or self._compiled(kind, value, source)
+        own = matcher.deep_copy()
+        with self._guard:
+            self._kept[kind, source] = matcher
+            if len(self._kept) > _MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
+        return Grammar(own, self._tokenizer, self._end_ids, self._words)
 
     def _compiled(self, kind: str, value: Any, source: str) -> LLMatcher:
         try:
