@@ -436,11 +436,9 @@ def test_what_is_not_computed_is_refused(flags, message, hybrid, tmp_path):
         ({"attn_output_gate": False}, "attn_output_gate false is not supported"),
         ({"linear_num_value_heads": 5}, "5 linear value heads cannot share 2 key heads"),
         ({"linear_num_key_heads": None}, "'linear_num_key_heads' is missing"),
-        ({"rope_parameters": {"partial_rotary_factor": "x"}}, "config.json: a setting is of the wrong type (invalid"),
-        (
-            {"rope_parameters": {"partial_rotary_factor": float("nan")}},
-            "a setting is of the wrong type (cannot convert",
-        ),
+        ({"rope_parameters": {"partial_rotary_factor": "x"}}, "config.json: partial_rotary_factor 'x' is not a number"),
+        ({"rope_parameters": {"partial_rotary_factor": float("nan")}}, "partial_rotary_factor nan is not a number"),
+        ({"rope_parameters": 1.5}, "config.json: rope_parameters 1.5 is not an object"),
         ({"linear_value_head_dim": 32}, "conv1d.weight [160, 1, 4] instead of [256, 1, 4]"),
     ],
 )

@@ -15,6 +15,7 @@ from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.decoder import read_decoder_config
 from trtllm_dflash.models.dflash2 import CANDIDATES, ConvolutionConfig, SelectorConfig
 from trtllm_dflash.models.drafter import DrafterConfig
+from trtllm_dflash.models.rope import rope_scaling
 
 #: Settings under which a drafter computes something else than ours does -> the only value that we compute.
 #: Every one of them would cost acceptance without any error.
@@ -88,7 +89,7 @@ def default_tap_layers(target_layers: int, layers: int) -> list[int]:
 def _make_config(settings: _Settings) -> DrafterConfig:
     layers = settings.layers
     # A default would be a guess, and a wrong one costs acceptance without any error.
-    if "rope_theta" not in {**layers, **(layers.get("rope_parameters") or {})}:
+    if "rope_theta" not in {**layers, **rope_scaling(layers)}:
         raise CheckpointError("config.json: rope_theta is missing")
     types = layers.get("layer_types")
     # Without layer_types a window is none that a drafter was ever published with: refused as any decoder's.

@@ -10,6 +10,7 @@ from typing import Any
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig, read_decoder_config
 from trtllm_dflash.models.moe import MoEDecoder, check_experts
+from trtllm_dflash.models.rope import rope_scaling
 from trtllm_dflash.models.weights import Content, Part, Split, Weight, WeightPrecision
 from trtllm_dflash.ops.base import ClampedSwiglu
 from trtllm_dflash.ops.formats import MXFP4_BLOCK, MXFP4_BLOCK_BYTES
@@ -33,7 +34,7 @@ class GptOss(MoEDecoder):
     def read_config(raw: dict[str, Any]) -> DecoderConfig:
         """Reads the configuration from Hugging Face's config.json."""
         # transformers has defaults for it too, but YaRN above all must be said.
-        if not (raw.get("rope_parameters") or raw.get("rope_scaling")):
+        if not rope_scaling(raw):
             raise CheckpointError("config.json: rope_scaling is missing")
         base = read_decoder_config("gpt_oss", {**_DEFAULTS, **raw, "layer_types": []})
         try:

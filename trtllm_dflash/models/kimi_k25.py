@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.decoder import Decoder, DecoderConfig, LatentAttention, MoEConfig, read_decoder_config
 from trtllm_dflash.models.moe import MoEDecoder, check_experts, separate_experts
+from trtllm_dflash.models.rope import rope_scaling
 from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision, units_per_rank
 from trtllm_dflash.ops.base import LatentLayer, Ops, Residual
 
@@ -159,7 +160,7 @@ class KimiK25(MoEDecoder):
 
 def _scale(text: dict[str, Any]) -> float:
     """Computes the scale of scores, which YaRN's `mscale_all_dim` makes larger (as DeepSeek-V2 does)."""
-    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    scaling = rope_scaling(text)
     factor, of_all = scaling.get("factor", 1.0), scaling.get("mscale_all_dim", 0)
     mscale = 0.1 * of_all * math.log(factor) + 1 if of_all and factor > 1 else 1.0
     return float((text["qk_nope_head_dim"] + text["qk_rope_head_dim"]) ** -0.5 * mscale**2)

@@ -33,13 +33,27 @@ class RopeConfig(BaseModel):
     share: Annotated[float, Field(gt=0, le=1)] = 1.0  # proportional's alone: of a head's pairs, the first so many turn
 
 
+def rope_scaling(raw: dict[str, Any]) -> dict[str, Any]:
+    """Reads the settings that Hugging Face's config.json groups as `rope_parameters`, formerly `rope_scaling`.
+
+    Raises:
+        CheckpointError: they are no object.
+    """
+    for key in ("rope_parameters", "rope_scaling"):
+        if scaling := raw.get(key):
+            if not isinstance(scaling, dict):
+                raise CheckpointError(f"config.json: {key} {scaling!r} is not an object")
+            return scaling
+    return {}
+
+
 def read_rope(raw: dict[str, Any]) -> RopeConfig:
     """Reads rotary settings from Hugging Face's config.json: `rope_theta` with `rope_scaling`, or `rope_parameters`.
 
     Raises:
-        CheckpointError: the scaling rule is not one we compute.
+        CheckpointError: the scaling rule is not one we compute, or its settings are no object.
     """
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    scaling = rope_scaling(raw)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     theta = scaling.get("rope_theta", raw.get("rope_theta", 10000.0))
     if kind == "default":
@@ -70,10 +84,12 @@ def rotary_size(raw: dict[str, Any], head_size: int) -> int | None:
     """Reads how many of a head's dimensions are rotated from Hugging Face's config.json; None: all.
 
     Raises:
-        CheckpointError: they are not so many pairs.
+        CheckpointError: they are not so many pairs, or the share of a head is no number.
     """
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    scaling = rope_scaling(raw)
     share = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    if not isinstance(share, int | float) or not math.isfinite(share):
+        raise CheckpointError(f"config.json: partial_rotary_factor {share!r} is not a number")
     size = int(raw.get("rotary_dim") or head_size * share)
     if not 0 < size <= head_size or size % 2:
         raise CheckpointError(f"config.json: {size} of a head's {head_size} dimensions cannot be rotated in pairs")
