@@ -159,4 +159,20 @@ __device__ __forceinline__ float warp_max(float x)
     return x;
 }
 
+constexpr int kMostBlockThreads = 1024; // of a block
+
+// What kOverWarp gives of a warp, of a block's threads, which are whole warps. A zero more changes nothing of it.
+template <float (*kOverWarp)(float)>
+__device__ __forceinline__ float over_block(float x)
+{
+    __shared__ float warps[kMostBlockThreads / 32];
+    x = kOverWarp(x);
+    if (threadIdx.x % 32 == 0)
+    {
+        warps[threadIdx.x / 32] = x;
+    }
+    __syncthreads();
+    return kOverWarp(threadIdx.x % 32 < blockDim.x / 32 ? warps[threadIdx.x % 32] : 0.f);
+}
+
 } // namespace dflash

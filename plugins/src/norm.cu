@@ -14,22 +14,12 @@ constexpr int kMaxVectors = 4; // a thread's
 
 // One block a row. A row stays in registers between the sum of its squares and its scaling. W: the weight's type.
 template <typename T, typename W, bool kResidual, int kVectors>
-__global__ void __launch_bounds__(kMostNormThreads) rms_norm_kernel(dflash_rms_norm_params const p)
+__global__ void __launch_bounds__(kMostBlockThreads) rms_norm_kernel(dflash_rms_norm_params const p)
 {
     using Row = Vector<T, kVector>;
     trigger();
-    // A constant: it is read while the kernel before still runs.
-    W const* weight = static_cast<W const*>(p.weight);
     Vector<W, kVector> scale[kVectors];
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i)
-    {
-        int const at = (threadIdx.x + i * blockDim.x) * kVector;
-        if (at < p.size)
-        {
-            scale[i] = load_weights<W>(weight + at);
-        }
-    }
+    load_own_weights(scale, p.weight, p.size);
     wait();
     int64_t const row = blockIdx.x;
     int const slot = static_cast<int>(row / p.rows);
@@ -60,15 +50,10 @@ __global__ void __launch_bounds__(kMostNormThreads) rms_norm_kernel(dflash_rms_n
             }
             store_vector(sum + at, held[i]);
         }
-#pragma unroll
-        for (int j = 0; j < kVector; ++j)
-        {
-            float const value = to_float(held[i].at[j]);
-            squares += value * value;
-        }
+        add_squares(squares, held[i]);
     }
 
-    float const root = rsqrtf(block_sum(squares) / static_cast<float>(p.size) + p.eps);
+    float const root = rsqrtf(over_block<warp_sum>(squares) / static_cast<float>(p.size) + p.eps);
 
 #pragma unroll
     for (int i = 0; i < kVectors; ++i)
@@ -84,20 +69,12 @@ __global__ void __launch_bounds__(kMostNormThreads) rms_norm_kernel(dflash_rms_n
 
 // One block a row: its norm, then what is added to it and what that is multiplied by, each rounded.
 template <typename T, typename W, int kVectors>
-__global__ void __launch_bounds__(kMostNormThreads) add_normed_kernel(dflash_add_normed_params const p)
+__global__ void __launch_bounds__(kMostBlockThreads) add_normed_kernel(dflash_add_normed_params const p)
 {
     trigger();
-    W const* weight = static_cast<W const*>(p.weight); // a constant, as the factor is
     Vector<W, kVector> by[kVectors];
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i)
-    {
-        int const at = (threadIdx.x + i * blockDim.x) * kVector;
-        if (at < p.size)
-        {
-            by[i] = load_weights<W>(weight + at);
-        }
-    }
+    load_own_weights(by, p.weight, p.size);
+    // A constant, too.
     float const factor = p.factor ? to_float(*static_cast<T const*>(p.factor)) : 1.f;
     wait();
     int64_t const row = int64_t{blockIdx.x} * p.size;
@@ -117,14 +94,9 @@ __global__ void __launch_bounds__(kMostNormThreads) add_normed_kernel(dflash_add
         {
             residual[i] = load_vector<T, kVector>(static_cast<T const*>(p.residual) + row + at);
         }
-#pragma unroll
-        for (int j = 0; j < kVector; ++j)
-        {
-            float const value = to_float(x[i].at[j]);
-            squares += value * value;
-        }
+        add_squares(squares, x[i]);
     }
-    float const root = rsqrtf(block_sum(squares) / static_cast<float>(p.size) + p.eps);
+    float const root = rsqrtf(over_block<warp_sum>(squares) / static_cast<float>(p.size) + p.eps);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i)
     {
@@ -148,7 +120,7 @@ template <typename T, typename W>
 cudaError_t launch_add_normed(dflash_add_normed_params const& p, cudaStream_t stream)
 {
     int const vectors = p.size / kVector;
-    int const threads = vectors >= kMostNormThreads ? kMostNormThreads : (vectors + 31) / 32 * 32;
+    int const threads = vectors >= kMostBlockThreads ? kMostBlockThreads : (vectors + 31) / 32 * 32;
     auto const kernel = vectors <= threads ? add_normed_kernel<T, W, 1> : add_normed_kernel<T, W, kMaxVectors>;
     return launch_kernel(kernel, dim3(p.rows), threads, 0, stream, p);
 }
@@ -157,7 +129,7 @@ template <typename T, typename W, bool kResidual>
 cudaError_t launch_rms_norm(dflash_rms_norm_params const& p, cudaStream_t stream)
 {
     int const vectors = p.size / kVector;
-    int const threads = vectors >= kMostNormThreads ? kMostNormThreads : (vectors + 31) / 32 * 32;
+    int const threads = vectors >= kMostBlockThreads ? kMostBlockThreads : (vectors + 31) / 32 * 32;
     dim3 const grid(static_cast<unsigned>(p.slots) * p.rows);
     auto const kernel
         = vectors <= threads ? rms_norm_kernel<T, W, kResidual, 1> : rms_norm_kernel<T, W, kResidual, kMaxVectors>;
@@ -209,7 +181,7 @@ cudaError_t launch_swiglu(dflash_swiglu_params const& p, cudaStream_t stream)
 extern "C" cudaError_t dflash_rms_norm(dflash_rms_norm_params const* p, cudaStream_t stream)
 {
     using namespace dflash;
-    if (p->size < kVector || p->size % kVector || p->size > kVector * kMostNormThreads * kMaxVectors
+    if (p->size < kVector || p->size % kVector || p->size > kVector * kMostBlockThreads * kMaxVectors
         || p->x_slot_stride % kVector || p->x_row_stride % kVector || (p->residual != nullptr) != (p->sum != nullptr))
     {
         return cudaErrorInvalidValue;
@@ -232,7 +204,7 @@ extern "C" cudaError_t dflash_rms_norm(dflash_rms_norm_params const* p, cudaStre
 extern "C" cudaError_t dflash_add_normed(dflash_add_normed_params const* p, cudaStream_t stream)
 {
     using namespace dflash;
-    if (p->size < kVector || p->size % kVector || p->size > kVector * kMostNormThreads * kMaxVectors)
+    if (p->size < kVector || p->size % kVector || p->size > kVector * kMostBlockThreads * kMaxVectors)
     {
         return cudaErrorInvalidValue;
     }

@@ -8,21 +8,6 @@
 namespace dflash
 {
 
-constexpr int kMostNormThreads = 1024; // of a block, which has a row
-
-// The sum of x over the block's threads, which are whole warps.
-__device__ __forceinline__ float block_sum(float x)
-{
-    __shared__ float sums[kMostNormThreads / 32];
-    x = warp_sum(x);
-    if (threadIdx.x % 32 == 0)
-    {
-        sums[threadIdx.x / 32] = x;
-    }
-    __syncthreads();
-    return warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0.f);
-}
-
 // A vector of a norm's weights, by accesses of at most 16 bytes.
 template <typename W, int N = 8>
 __device__ __forceinline__ Vector<W, N> load_weights(W const* from)
@@ -40,6 +25,33 @@ __device__ __forceinline__ Vector<W, N> load_weights(W const* from)
         }
     }
     return weights;
+}
+
+// Loads the thread's vectors of a norm's weights, of a block that has a row. They are constants: read while the kernel
+// before still runs.
+template <typename W, int kVectors, int N>
+__device__ __forceinline__ void load_own_weights(Vector<W, N> (&own)[kVectors], void const* weight, int size)
+{
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i)
+    {
+        if (int const at = (threadIdx.x + i * blockDim.x) * N; at < size)
+        {
+            own[i] = load_weights<W, N>(static_cast<W const*>(weight) + at);
+        }
+    }
+}
+
+// Adds the squares of x.
+template <typename T, int N>
+__device__ __forceinline__ void add_squares(float& squares, Vector<T, N> const& x)
+{
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+    {
+        float const value = to_float(x.at[i]);
+        squares += value * value;
+    }
 }
 
 // With weights of 16 bits numbers are rounded before them too. root: the row's inverse root mean square.

@@ -12,7 +12,6 @@ namespace
 {
 
 constexpr int kVector = 8; // elements of one 16-byte access
-constexpr int kMaxThreads = 1024;
 constexpr int kMaxVectors = 4; // a thread's
 constexpr int kBlock = 128; // numbers that share a scale, where not all of a row do
 constexpr int kBlockLanes = kBlock / kVector;
@@ -49,19 +48,6 @@ __device__ __forceinline__ void store_scaled(uint8_t* out, Vector<T, kVector> co
     *reinterpret_cast<uint2*>(out) = *reinterpret_cast<uint2 const*>(pairs);
 }
 
-// The largest of the block's threads, which are whole warps.
-__device__ __forceinline__ float block_max(float x)
-{
-    __shared__ float warps[kMaxThreads / 32];
-    x = warp_max(x);
-    if (threadIdx.x % 32 == 0)
-    {
-        warps[threadIdx.x / 32] = x;
-    }
-    __syncthreads();
-    return warp_max(threadIdx.x % 32 < blockDim.x / 32 ? warps[threadIdx.x % 32] : 0.f);
-}
-
 // The largest of the lanes that have a block.
 __device__ __forceinline__ float block_lanes_max(float x)
 {
@@ -75,7 +61,7 @@ __device__ __forceinline__ float block_lanes_max(float x)
 
 // One block a row, which stays in registers between its largest number and its scaling.
 template <typename T, int kVectors>
-__global__ void __launch_bounds__(kMaxThreads) quantize_kernel(dflash_quantize_params const p)
+__global__ void __launch_bounds__(kMostBlockThreads) quantize_kernel(dflash_quantize_params const p)
 {
     begin();
     int64_t const row = blockIdx.x;
@@ -92,7 +78,7 @@ __global__ void __launch_bounds__(kMaxThreads) quantize_kernel(dflash_quantize_p
             largest = largest_of(held[i], largest);
         }
     }
-    float const scale = scale_of(block_max(largest));
+    float const scale = scale_of(over_block<warp_max>(largest));
     if (threadIdx.x == 0)
     {
         p.scale[row] = scale;
@@ -110,19 +96,11 @@ __global__ void __launch_bounds__(kMaxThreads) quantize_kernel(dflash_quantize_p
 
 // One block a row, normed before, as rms_norm_kernel gives it.
 template <typename T, typename W, int kVectors>
-__global__ void __launch_bounds__(kMostNormThreads) quantize_normed_kernel(dflash_quantize_params const p)
+__global__ void __launch_bounds__(kMostBlockThreads) quantize_normed_kernel(dflash_quantize_params const p)
 {
     trigger();
-    W const* weight = static_cast<W const*>(p.norm_weight); // a constant
     Vector<W, kVector> by[kVectors];
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i)
-    {
-        if (int const at = (threadIdx.x + i * blockDim.x) * kVector; at < p.size)
-        {
-            by[i] = load_weights<W>(weight + at);
-        }
-    }
+    load_own_weights(by, p.norm_weight, p.size);
     wait();
     int64_t const row = blockIdx.x;
     T const* x = static_cast<T const*>(p.x) + row * p.size;
@@ -137,14 +115,9 @@ __global__ void __launch_bounds__(kMostNormThreads) quantize_normed_kernel(dflas
             continue;
         }
         held[i] = load_vector<T, kVector>(x + at);
-#pragma unroll
-        for (int j = 0; j < kVector; ++j)
-        {
-            float const value = to_float(held[i].at[j]);
-            squares += value * value;
-        }
+        add_squares(squares, held[i]);
     }
-    float const root = rsqrtf(block_sum(squares) / static_cast<float>(p.size) + p.eps);
+    float const root = rsqrtf(over_block<warp_sum>(squares) / static_cast<float>(p.size) + p.eps);
     float largest = 0.f;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i)
@@ -155,7 +128,7 @@ __global__ void __launch_bounds__(kMostNormThreads) quantize_normed_kernel(dflas
             largest = largest_of(held[i], largest);
         }
     }
-    float const of_row = p.by_block ? 0.f : scale_of(block_max(largest));
+    float const of_row = p.by_block ? 0.f : scale_of(over_block<warp_max>(largest));
     if (!p.by_block && threadIdx.x == 0)
     {
         p.scale[row] = of_row;
@@ -209,7 +182,7 @@ template <typename T>
 cudaError_t launch_quantize(dflash_quantize_params const& p, cudaStream_t stream)
 {
     int const vectors = p.size / kVector;
-    int const threads = vectors >= kMaxThreads ? kMaxThreads : (vectors + 31) / 32 * 32;
+    int const threads = vectors >= kMostBlockThreads ? kMostBlockThreads : (vectors + 31) / 32 * 32;
     if (p.norm_weight)
     {
         return p.is_weight_wide ? launch_normed<T, float>(p, threads, stream) : launch_normed<T, T>(p, threads, stream);
@@ -231,7 +204,7 @@ extern "C" cudaError_t dflash_quantize(dflash_quantize_params const* p, cudaStre
 {
     using namespace dflash;
     int const unit = p->by_block ? kBlock : kVector;
-    if (p->size < unit || p->size % unit || p->size > kMaxThreads * kMaxVectors * kVector)
+    if (p->size < unit || p->size % unit || p->size > kMostBlockThreads * kMaxVectors * kVector)
     {
         return cudaErrorInvalidValue;
     }

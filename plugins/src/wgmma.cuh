@@ -332,22 +332,14 @@ __device__ __forceinline__ void multiply_add_columns(float (*c)[4], uint64_t a, 
     {
         DFLASH_MULTIPLY_EACH(16, DFLASH_REGISTERS_8, 8, 9, DFLASH_FRAGMENT(c, 0), DFLASH_FRAGMENT(c, 1));
     }
-    else if constexpr (kFirst == 16 && std::is_same_v<T, E4M3>)
+    else if constexpr (kFirst == 16)
     {
         DFLASH_MULTIPLY_EACH(128, DFLASH_REGISTERS_64, 64, 65, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4),
             DFLASH_FRAGMENTS(c, 8), DFLASH_FRAGMENTS(c, 12));
     }
-    else if constexpr (kFirst == 8 && std::is_same_v<T, E4M3>)
-    {
-        DFLASH_MULTIPLY_EACH(64, DFLASH_REGISTERS_32, 32, 33, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4));
-    }
-    else if constexpr (kFirst == 16)
-    {
-        multiply<T>(*reinterpret_cast<float (*)[16][4]>(c), a, b, true);
-    }
     else
     {
-        multiply_add<T>(*reinterpret_cast<float (*)[8][4]>(c), a, b);
+        DFLASH_MULTIPLY_EACH(64, DFLASH_REGISTERS_32, 32, 33, DFLASH_FRAGMENTS(c, 0), DFLASH_FRAGMENTS(c, 4));
     }
     if constexpr (kTiles > kFirst)
     {

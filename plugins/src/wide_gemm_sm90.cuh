@@ -137,11 +137,26 @@ struct Mainloop
         }
     }
 
-    // Adds the products of the block's lines, each by its scales.
-    __device__ __forceinline__ void add_scaled_lines(BlockScales<L> const& scales, Sums<L>& c)
+    // Waits for a line, and begins to add its products.
+    __device__ __forceinline__ void begin_line(Sums<L>& c) const
     {
         constexpr int kRowsAt = L::kSharesRows ? 64 * kLine : 0,
                       kOutputsAt = L::kSharesRows ? 0 : L::kGroupOutputs * kLine;
+        wait_for_phase(shared.full(stage.at), stage.phase);
+        uint64_t const rows = sm90::matrix(shared.inputs(stage.at) + group * kRowsAt, 16, 1024);
+        uint64_t const outputs = sm90::matrix(shared.weight(stage.at) + group * kOutputsAt, 16, 1024);
+        sm90::begin_products();
+#pragma unroll
+        for (int part = 0; part < kLine / 32; ++part)
+        {
+            sm90::multiply_add_columns<Factor, L::kTiles>(c, rows + 2 * part, outputs + 2 * part);
+        }
+        sm90::commit_products();
+    }
+
+    // Adds the products of the block's lines, each by its scales.
+    __device__ __forceinline__ void add_scaled_lines(BlockScales<L> const& scales, Sums<L>& c)
+    {
         int const last = share.first_line + share.lines - 1;
         auto next = scales.load(share.first_line), ahead = scales.load(min(share.first_line + 1, last));
         for (int i = 0; i < share.lines; ++i)
@@ -149,17 +164,8 @@ struct Mainloop
             auto const now = next;
             next = ahead;
             ahead = scales.load(min(share.first_line + i + 2, last));
-            wait_for_phase(shared.full(stage.at), stage.phase);
-            uint64_t const rows = sm90::matrix(shared.inputs(stage.at) + group * kRowsAt, 16, 1024);
-            uint64_t const outputs = sm90::matrix(shared.weight(stage.at) + group * kOutputsAt, 16, 1024);
             Sums<L> own = {};
-            sm90::begin_products();
-#pragma unroll
-            for (int part = 0; part < kLine / 32; ++part)
-            {
-                sm90::multiply_add_columns<Factor, L::kTiles>(own, rows + 2 * part, outputs + 2 * part);
-            }
-            sm90::commit_products();
+            begin_line(own);
             sm90::wait_for_products(own);
             release(stage.at);
             stage.advance();
@@ -170,21 +176,10 @@ struct Mainloop
     // Adds the products of the next lines.
     __device__ __forceinline__ void add_lines(int lines, Sums<L>& c)
     {
-        constexpr int kRowsAt = L::kSharesRows ? 64 * kLine : 0,
-                      kOutputsAt = L::kSharesRows ? 0 : L::kGroupOutputs * kLine;
         int before = 0;
         for (int i = 0; i < lines; ++i)
         {
-            wait_for_phase(shared.full(stage.at), stage.phase);
-            uint64_t const rows = sm90::matrix(shared.inputs(stage.at) + group * kRowsAt, 16, 1024);
-            uint64_t const outputs = sm90::matrix(shared.weight(stage.at) + group * kOutputsAt, 16, 1024);
-            sm90::begin_products();
-#pragma unroll
-            for (int part = 0; part < kLine / 32; ++part)
-            {
-                sm90::multiply_add_columns<Factor, L::kTiles>(c, rows + 2 * part, outputs + 2 * part);
-            }
-            sm90::commit_products();
+            begin_line(c);
             sm90::wait_for_all_but<1>();
             if (i > 0)
             {
