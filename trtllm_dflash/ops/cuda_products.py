@@ -98,10 +98,7 @@ class CudaProducts(TorchOps):
         weight = self.weights[norm + ".less_one"] if adds_one else weight
         if x.pending is not None or not x.x.is_contiguous():
             return None
-        by = kernels.Norm(weight, eps, adds_one)
-        if weight.dtype != x.x.dtype:
-            return self._rounded_product(name, x.x, swiglu, by, gelu=gelu)
-        return self._product(name, x.x, swiglu, by, gelu=gelu)
+        return self._product(name, x.x, swiglu, kernels.Norm(weight, eps, adds_one), gelu=gelu)
 
     def _product(
         self,
@@ -125,45 +122,16 @@ class CudaProducts(TorchOps):
             return None
         bias = self.weights.get(name + ".bias")
         if kernels.takes_skinny(x, values):
+            if norm is not None and norm.weight.dtype != x.dtype:
+                return None
             return kernels.skinny_gemm(x, values, scale, bias, swiglu, norm, residual, gelu, self._leaves_room(name))
         if scale is None and norm is None and kernels.suits_wide(x, values, swiglu):
             return kernels.wide_gemm(x, values, bias, swiglu, residual, gelu)
-        if scale is not None:
-            return self._rounded_product(name, x, swiglu, norm, residual, gelu)
-        if swiglu and scale is None and norm is None and kernels.suits_bulk(x, values):
+        if isinstance(weight, Fp8Weight):
+            return _rounded_product(x, weight, bias, swiglu, norm, residual, gelu)
+        if swiglu and norm is None and kernels.suits_bulk(x, values):
             return kernels.bulk_gemm(x, values, bias, gelu)
         return None
-
-    def _rounded_product(
-        self,
-        name: str,
-        x: Tensor,
-        swiglu: bool = False,
-        norm: kernels.Norm | None = None,
-        residual: Tensor | None = None,
-        gelu: bool = False,
-    ) -> Tensor | None:
-        """Computes `_product` of rows rounded to E4M3, by an FP8 weight; None where nothing of ours does.
-
-        What our kernel does not multiply cuBLAS does, once one of ours has normed and rounded it.
-        """
-        weight, flat = linear_weight(self.weights, name), x.flatten(0, -2)
-        if not isinstance(weight, Fp8Weight) or not multiplies(x.device, weight, x.dtype):
-            return None
-        if kernels.takes_skinny(x, weight.values) or not kernels.takes_quantize(flat):
-            return None
-        is_ours = kernels.suits_wide_fp8(x, weight.values, weight.scale, swiglu)
-        is_whole = not weight.by_block or len(flat) % 4 == 0
-        if not is_ours and (norm is None or residual is not None or not is_whole):
-            return None
-        rows, factors = (kernels.quantize_blocks if weight.by_block else kernels.quantize_rows)(flat, norm)
-        bias = self.weights.get(name + ".bias")
-        if is_ours:
-            of = weight.values, weight.scale, bias, swiglu, residual, gelu
-            return kernels.wide_gemm_fp8(rows.view(x.shape), factors, *of)
-        y = product_of_rounded(rows, factors, weight, x.dtype).view(*x.shape[:-1], -1)
-        y = y if bias is None else y + bias
-        return kernels.swiglu(y, gelu=gelu) if swiglu else y
 
     def _leaves_room(self, name: str) -> bool:
         """Whether a product is to leave room for the attention that runs before it, or after."""
@@ -240,3 +208,32 @@ class CudaProducts(TorchOps):
         every = torch.stack(self.communicator.all_gather(own))  # [tp, 2, B, R]
         winner = every[:, 0].view(torch.float32).argmax(dim=0, keepdim=True)
         return every[:, 1].gather(0, winner)[0]
+
+
+def _rounded_product(
+    x: Tensor,
+    weight: Fp8Weight,
+    bias: Tensor | None,
+    swiglu: bool,
+    norm: kernels.Norm | None,
+    residual: Tensor | None,
+    gelu: bool,
+) -> Tensor | None:
+    """Multiplies more rows than `skinny_gemm` takes, rounded to E4M3; None where nothing of ours does.
+
+    What our kernel does not multiply cuBLAS does, once one of ours has normed and rounded it.
+    """
+    flat = x.flatten(0, -2)
+    if not multiplies(x.device, weight, x.dtype) or not kernels.takes_quantize(flat):
+        return None
+    is_ours = kernels.suits_wide_fp8(x, weight.values, weight.scale, swiglu)
+    is_whole = not weight.by_block or len(flat) % 4 == 0
+    if not is_ours and (norm is None or residual is not None or not is_whole):
+        return None
+    rows, factors = (kernels.quantize_blocks if weight.by_block else kernels.quantize_rows)(flat, norm)
+    if is_ours:
+        of = weight.values, weight.scale, bias, swiglu, residual, gelu
+        return kernels.wide_gemm_fp8(rows.view(x.shape), factors, *of)
+    y = product_of_rounded(rows, factors, weight, x.dtype).view(*x.shape[:-1], -1)
+    y = y if bias is None else y + bias
+    return kernels.swiglu(y, gelu=gelu) if swiglu else y

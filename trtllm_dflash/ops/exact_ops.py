@@ -61,15 +61,14 @@ class ExactOps(CudaOps):
         norm: kernels.Norm | None = None,
         residual: Tensor | None = None,
         gelu: bool = False,
-    ) -> Tensor:
-        """Multiplies any number of rows, each in one order."""
+    ) -> Tensor | None:
+        """Multiplies any number of rows, each in one order; None where the norm's weight is of another type."""
+        if norm is not None and norm.weight.dtype != x.dtype:
+            return None
         weight, x = linear_weight(self.weights, name), x.contiguous()
         if not isinstance(weight, Tensor) or not kernels.takes_wide(x, weight):
             raise EngineError(f"--kernels exact: {name} is of a type or of sizes that our kernels do not multiply")
         return kernels.exact_gemm(x, weight, self.weights.get(name + ".bias"), swiglu, norm, residual, gelu)
-
-    def _rounded_product(self, name: str, x: Tensor, *how: object, **more: object) -> None:
-        """Rounds no rows: a weight in FP8 would be one that was not dequantized at load."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sums over the ranks in their order, however many rows there are: in parts that our kernel takes."""

@@ -10,6 +10,7 @@ from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.dflash2 import PUBLISHED_KINDS
 from trtllm_dflash.models.drafter import DrafterConfig
+from trtllm_dflash.models.rope import rope_scaling
 from trtllm_dflash.text.tokenizer import TextCodec
 from trtllm_dflash.train.settings import DEFAULT_BLOCK, DEFAULT_LAYERS, TrainSettings
 
@@ -73,7 +74,7 @@ def _rope(folder: CheckpointFolder, target: DecoderConfig) -> dict[str, Any]:
         SettingsError: there is none.
     """
     text = folder.config.get("text_config", folder.config)
-    told = {**text, **(text.get("rope_parameters") or {})}
+    told = {**text, **rope_scaling(text)}
     whole = target.rope.rotary_size is None and target.latent_attention is None
     if "rope_theta" in told:
         return {key: text[key] for key in _ROPE if key in text} if whole else {"rope_theta": told["rope_theta"]}
