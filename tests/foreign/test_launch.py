@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import get_args
@@ -22,10 +23,11 @@ from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash.catalog import load_catalog
 from trtllm_dflash.cost.gpus import GPUS
 from trtllm_dflash.cost.published import PUBLISHED
+from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.foreign import calls, tensorrt_llm, vllm
 from trtllm_dflash.foreign.plan import EAGLE3, LaunchSettings
 from trtllm_dflash.foreign.registry import RUNTIMES, launch_of, plan_for
-from trtllm_dflash.foreign.shapes import counted_bytes, published_drafter, published_target
+from trtllm_dflash.foreign.shapes import counted_bytes, published_drafter, published_target, shape_of
 from trtllm_dflash.text.reply.formats import ChatFormat
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -333,13 +335,37 @@ def test_cache_bytes_are_those_of_heads_and_windows():
     assert published_target("gpt-oss-20b").cache_bytes(1000, tp=8) == 2 * 1 * 64 * 2 * (12 * 1000 + 12 * 128)
 
 
-def test_tensorrt_llms_pool_leaves_room_for_the_dense_context_arena():
-    plan = plan_for(settings("tensorrt-llm", model="qwen3-8b"))
+@pytest.mark.parametrize("model", ["qwen3-8b", "qwen3.5-35b-a3b"])
+def test_tensorrt_llms_pool_leaves_room_for_the_dense_context_arena(model):
+    plan = plan_for(settings("tensorrt-llm", model=model))
     fraction = tensorrt_llm.cache_fraction(plan)
     free = 141e9 - 2e9 - 4e9 - plan.room.weights
-    arena = (plan.max_batch + 1) * plan.drafter_shape.cache_bytes(plan.max_seq_len, 1)
+    arena = (plan.max_batch + 1) * plan.drafter_shape.without_windows().cache_bytes(plan.max_seq_len, 1)
     assert fraction * free + arena <= free
     assert fraction * free >= (plan.max_batch - 1) * plan.shape.cache_bytes(plan.max_seq_len, 1)
+
+
+def test_an_arena_that_leaves_nothing_is_refused():
+    plan = plan_for(settings("tensorrt-llm", model="qwen3-8b"))
+    with pytest.raises(SettingsError, match="--max-batch 4096: the drafter's rows of 4097 sequences"):
+        tensorrt_llm.cache_fraction(replace(plan, max_batch=4096))
+
+
+def test_layers_that_keep_some_rows_are_planned_by_their_own_setting():
+    text = {"num_hidden_layers": 8, "num_attention_heads": 8, "hidden_size": 512, "head_dim": 64}
+    chunked = {**text, "layer_types": ["chunked_attention"] * 6 + ["full_attention"] * 2, "attention_chunk_size": 256}
+    assert shape_of(chunked, 0).windows == (256,)
+    sliding = {**text, "layer_types": ["sliding_attention"] * 8, "sliding_window": None}
+    assert shape_of(sliding, 0).windows == ()
+    assert shape_of(sliding, 0).cache_bytes(1000, tp=1) == 8 * 8 * 2 * 64 * 2 * 1000
+
+
+def test_a_hybrid_that_names_an_interval_has_the_layers_of_one_that_names_them():
+    named = PUBLISHED["qwen3-coder-next"].target
+    interval = {key: value for key, value in named.items() if key != "layer_types"}
+    assert interval["full_attention_interval"] == 4 and "layer_types" in named
+    assert shape_of(interval, 0) == shape_of(named, 0)
+    assert shape_of(interval, 0).state_bytes > 0
 
 
 def test_tensorrt_llm_takes_all_rows_of_a_full_batch_in_a_step():

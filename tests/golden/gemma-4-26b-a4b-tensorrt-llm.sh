@@ -7,7 +7,7 @@ cat > gemma-4-26b-a4b-dflash.yaml <<'END'
 tensor_parallel_size: 1
 # experts are split like everything else, not handed out: the latency recipe
 moe_expert_parallel_size: 1
-# sequences at a time: b300, 288 GB: 51.3 GB of weights, 0.6 GB of caches a sequence; 314 fit in 203.0 GB; beyond 64 drafting pays less
+# sequences at a time: b300, 288 GB: 51.3 GB of weights, 0.9 GB of caches a sequence; 230 fit in 203.0 GB; beyond 64 drafting pays less
 max_batch_size: 64
 # prompt and reply together. Always set: the drafter's context arena is dense in it
 max_seq_len: 16384

@@ -6,24 +6,24 @@
 cat > gemma-4-31b-dflash.yaml <<'END'
 # --tp: GPUs that share every layer: 2
 tensor_parallel_size: 2
-# sequences at a time: h100, 80 GB: 32.2 GB of weights, 1.1 GB of caches a sequence; 32 fit in 36.8 GB
-max_batch_size: 32
+# sequences at a time: h100, 80 GB: 32.2 GB of weights, 1.3 GB of caches a sequence; 29 fit in 36.8 GB
+max_batch_size: 24
 # prompt and reply together. Always set: the drafter's context arena is dense in it
 max_seq_len: 16384
-# tokens of a step: at least 32 x 16 rows, and a whole prompt
+# tokens of a step: at least 24 x 16 rows, and a whole prompt
 max_num_tokens: 16384
 kv_cache_config:
   # the model's own
   dtype: auto
   # of what the weights leave; the drafter's arena has the rest
-  free_gpu_memory_fraction: 0.85
+  free_gpu_memory_fraction: 0.84
   # a reused prefix would leave the drafter without its context
   enable_block_reuse: false
 cuda_graph_config:
   # batches between two captured sizes take the larger one's graph
   enable_padding: true
   # a graph for every batch there can be
-  max_batch_size: 32
+  max_batch_size: 24
 # drafts and how many were accepted, at /metrics
 enable_iter_perf_stats: true
 speculative_config:

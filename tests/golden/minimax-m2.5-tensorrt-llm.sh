@@ -8,7 +8,7 @@ cat > minimax-m2.5-dflash.yaml <<'END'
 tensor_parallel_size: 4
 # experts are split like everything else, not handed out: the latency recipe
 moe_expert_parallel_size: 1
-# sequences at a time: h200, 141 GB: 57.8 GB of weights, 1.1 GB of caches a sequence; 63 fit in 67.9 GB
+# sequences at a time: h200, 141 GB: 57.8 GB of weights, 1.1 GB of caches a sequence; 60 fit in 67.9 GB
 max_batch_size: 48
 # prompt and reply together. Always set: the drafter's context arena is dense in it
 max_seq_len: 16384

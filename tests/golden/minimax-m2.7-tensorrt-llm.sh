@@ -8,7 +8,7 @@ cat > minimax-m2.7-dflash.yaml <<'END'
 tensor_parallel_size: 2
 # experts are split like everything else, not handed out: the latency recipe
 moe_expert_parallel_size: 1
-# sequences at a time: b300, 288 GB: 115.7 GB of weights, 2.1 GB of caches a sequence; 68 fit in 146.4 GB; beyond 64 drafting pays less
+# sequences at a time: b300, 288 GB: 115.7 GB of weights, 2.2 GB of caches a sequence; 65 fit in 146.4 GB; beyond 64 drafting pays less
 max_batch_size: 64
 # prompt and reply together. Always set: the drafter's context arena is dense in it
 max_seq_len: 16384

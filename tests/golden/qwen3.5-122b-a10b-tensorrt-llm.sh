@@ -6,7 +6,7 @@ cat > qwen3.5-122b-a10b-dflash.yaml <<'END'
 tensor_parallel_size: 8
 # experts are split like everything else, not handed out: the latency recipe
 moe_expert_parallel_size: 1
-# sequences at a time: b300, 288 GB: 30.7 GB of weights, 0.5 GB of caches a sequence; 408 fit in 221.1 GB; beyond 64 drafting pays less
+# sequences at a time: b300, 288 GB: 30.7 GB of weights, 0.6 GB of caches a sequence; 386 fit in 221.1 GB; beyond 64 drafting pays less
 max_batch_size: 64
 # prompt and reply together. Always set: the drafter's context arena is dense in it
 max_seq_len: 16384

@@ -4,7 +4,7 @@
 cat > qwen3.5-27b-dflash.yaml <<'END'
 # --tp: GPUs that share every layer: 1
 tensor_parallel_size: 1
-# sequences at a time: h200, 141 GB: 58.0 GB of weights, 3.8 GB of caches a sequence; 17 fit in 67.7 GB
+# sequences at a time: h200, 141 GB: 58.0 GB of weights, 4.0 GB of caches a sequence; 16 fit in 67.7 GB
 max_batch_size: 16
 # prompt and reply together. Always set: the drafter's context arena is dense in it
 max_seq_len: 16384

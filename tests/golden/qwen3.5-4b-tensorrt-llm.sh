@@ -4,24 +4,24 @@
 cat > qwen3.5-4b-dflash.yaml <<'END'
 # --tp: GPUs that share every layer: 1
 tensor_parallel_size: 1
-# sequences at a time: l40s, 48 GB: 9.7 GB of weights, 1.5 GB of caches a sequence; 18 fit in 28.4 GB
-max_batch_size: 16
+# sequences at a time: l40s, 48 GB: 9.7 GB of weights, 1.8 GB of caches a sequence; 15 fit in 28.4 GB
+max_batch_size: 12
 # prompt and reply together. Always set: the drafter's context arena is dense in it
 max_seq_len: 16384
-# tokens of a step: at least 16 x 16 rows, and a whole prompt
+# tokens of a step: at least 12 x 16 rows, and a whole prompt
 max_num_tokens: 16384
 kv_cache_config:
   # the model's own
   dtype: auto
   # of what the weights leave; the drafter's arena has the rest
-  free_gpu_memory_fraction: 0.85
+  free_gpu_memory_fraction: 0.78
   # a reused prefix would leave the drafter without its context
   enable_block_reuse: false
 cuda_graph_config:
   # batches between two captured sizes take the larger one's graph
   enable_padding: true
   # a graph for every batch there can be
-  max_batch_size: 16
+  max_batch_size: 12
 # drafts and how many were accepted, at /metrics
 enable_iter_perf_stats: true
 speculative_config:

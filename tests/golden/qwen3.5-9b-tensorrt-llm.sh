@@ -4,7 +4,7 @@
 cat > qwen3.5-9b-dflash.yaml <<'END'
 # --tp: GPUs that share every layer: 1
 tensor_parallel_size: 1
-# sequences at a time: rtx-pro-6000, 96 GB: 20.5 GB of weights, 1.5 GB of caches a sequence; 39 fit in 61.2 GB
+# sequences at a time: rtx-pro-6000, 96 GB: 20.5 GB of weights, 1.8 GB of caches a sequence; 34 fit in 61.2 GB
 max_batch_size: 32
 # prompt and reply together. Always set: the drafter's context arena is dense in it
 max_seq_len: 16384
@@ -14,7 +14,7 @@ kv_cache_config:
   # the model's own
   dtype: auto
   # of what the weights leave; the drafter's arena has the rest
-  free_gpu_memory_fraction: 0.85
+  free_gpu_memory_fraction: 0.75
   # a reused prefix would leave the drafter without its context
   enable_block_reuse: false
 cuda_graph_config:

@@ -5,7 +5,7 @@
 cat > qwen3.6-27b-dflash.yaml <<'END'
 # --tp: GPUs that share every layer: 2
 tensor_parallel_size: 2
-# sequences at a time: h100, 80 GB: 28.6 GB of weights, 1.9 GB of caches a sequence; 21 fit in 39.9 GB
+# sequences at a time: h100, 80 GB: 28.6 GB of weights, 2.0 GB of caches a sequence; 20 fit in 39.9 GB
 max_batch_size: 16
 # prompt and reply together. Always set: the drafter's context arena is dense in it
 max_seq_len: 16384

@@ -7,24 +7,24 @@ cat > qwen3.6-35b-a3b-dflash.yaml <<'END'
 tensor_parallel_size: 1
 # experts are split like everything else, not handed out: the latency recipe
 moe_expert_parallel_size: 1
-# sequences at a time: b200, 192 GB: 70.1 GB of weights, 1.6 GB of caches a sequence; 65 fit in 102.0 GB; beyond 64 drafting pays less
-max_batch_size: 64
+# sequences at a time: b200, 192 GB: 70.1 GB of weights, 1.8 GB of caches a sequence; 56 fit in 102.0 GB
+max_batch_size: 48
 # prompt and reply together. Always set: the drafter's context arena is dense in it
 max_seq_len: 16384
-# tokens of a step: at least 64 x 16 rows, and a whole prompt
+# tokens of a step: at least 48 x 16 rows, and a whole prompt
 max_num_tokens: 16384
 kv_cache_config:
   # the model's own
   dtype: auto
   # of what the weights leave; the drafter's arena has the rest
-  free_gpu_memory_fraction: 0.85
+  free_gpu_memory_fraction: 0.77
   # a reused prefix would leave the drafter without its context
   enable_block_reuse: false
 cuda_graph_config:
   # batches between two captured sizes take the larger one's graph
   enable_padding: true
   # a graph for every batch there can be
-  max_batch_size: 64
+  max_batch_size: 48
 # drafts and how many were accepted, at /metrics
 enable_iter_perf_stats: true
 speculative_config:

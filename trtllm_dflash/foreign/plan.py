@@ -211,13 +211,13 @@ class Plan:
 Available = Callable[[GPU, int], int]
 
 
-#: How a runtime keeps a target's K/V rows, if not as its shape says.
-Kept = Callable[[ModelShape, ModelShape | None], ModelShape]
+#: How a runtime that drafts blocks keeps the K/V rows of a target and its drafter, if not as their shapes say.
+Kept = Callable[[ModelShape, ModelShape | None], tuple[ModelShape, ModelShape | None]]
 
 
-def as_shaped(target: ModelShape, drafter: ModelShape | None) -> ModelShape:
-    """Keeps a target's rows as its shape says: those that windows show, and no others."""
-    return target
+def as_shaped(target: ModelShape, drafter: ModelShape | None) -> tuple[ModelShape, ModelShape | None]:
+    """Keeps rows as the shapes say: those that windows show, and no others."""
+    return target, drafter
 
 
 def plan(settings: LaunchSettings, available: Available, kept: Kept = as_shaped) -> Plan:
@@ -235,8 +235,8 @@ def plan(settings: LaunchSettings, available: Available, kept: Kept = as_shaped)
     _check_ranks(settings, shape, facts.shape)
     _check_nodes(settings)
     max_seq_len = _sequence(settings, shape, facts.shape)
-    held = shape if shape is None or settings.method != "dflash" else kept(shape, facts.shape)
-    room = _room(settings, gpu, held, facts, max_seq_len, available, draft_length)
+    held = (shape, facts.shape) if shape is None or settings.method != "dflash" else kept(shape, facts.shape)
+    room = _room(settings, gpu, *held, max_seq_len, available, draft_length)
     max_batch = settings.max_batch or (UNPLANNED_BATCH if room is None else _fitting(room))
     _check_room(settings, gpu, room, max_batch, max_seq_len)
     family = shape.family if shape is not None else entry.family if entry is not None else ""
@@ -397,12 +397,11 @@ def _room(
     settings: LaunchSettings,
     gpu: GPU,
     target: ModelShape | None,
-    facts: DrafterFacts,
+    drafter: ModelShape | None,
     tokens: int,
     available: Available,
     draft_length: int,
 ) -> Room | None:
-    drafter = facts.shape
     if target is None or (settings.method == "dflash" and drafter is None):
         return None
     shapes = [target] if drafter is None or settings.method == "none" else [target, drafter]

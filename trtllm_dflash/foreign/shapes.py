@@ -18,10 +18,14 @@ from trtllm_dflash.checkpoint.validation import reading_config
 from trtllm_dflash.cost.published import PUBLISHED
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models import read_planned_config, target_weights
+from trtllm_dflash.models.hybrid import layer_types
 from trtllm_dflash.models.weights import Content
 
 _BF16, _FP32 = 2, 4  # bytes
-_WINDOWED, _LINEAR = ("sliding_attention", "chunked_attention"), "linear_attention"
+_FULL, _LINEAR = "full_attention", "linear_attention"
+_VALUE_HEADS = "linear_num_value_heads"  # of gated delta nets
+#: Layers that keep some of their rows, and where config.json says how many.
+_WINDOWED = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
 @dataclass(frozen=True)
@@ -158,25 +162,34 @@ def _caches(text: Mapping[str, Any], heads: int, head_size: int) -> tuple[CacheS
     layers = int(text["num_hidden_layers"])
     if text.get("kv_lora_rank"):  # a latent row, which is key and value of all heads, and a key for positions
         return (CacheShape(layers, 1, int(text["kv_lora_rank"]) + int(text["qk_rope_head_dim"])),)
-    kinds = list(text.get("layer_types") or [])
-    windowed = sum(kind in _WINDOWED for kind in kinds)
-    full = layers - windowed - kinds.count(_LINEAR)
+    kinds = _kinds(text)
+    full = sum(kind not in _WINDOWED and kind != _LINEAR for kind in kinds)
     kv_heads = int(text.get("num_key_value_heads") or heads)
     # Gemma's full layers have heads of their own.
     full_heads = int(text.get("num_global_key_value_heads") or kv_heads)
     full_size = int(text.get("global_head_dim") or head_size)
     caches = [CacheShape(full, full_heads, 2 * full_size)] if full else []
-    if windowed:
-        caches.append(CacheShape(windowed, kv_heads, 2 * head_size, int(text.get("sliding_window") or 0)))
+    for kind, setting in _WINDOWED.items():
+        if count := kinds.count(kind):  # without a window they keep all
+            caches.append(CacheShape(count, kv_heads, 2 * head_size, int(text.get(setting) or 0) or None))
     return tuple(caches)
+
+
+def _kinds(text: Mapping[str, Any]) -> list[str]:
+    """Lists the kinds of attention, one a layer."""
+    layers = int(text["num_hidden_layers"])
+    if _VALUE_HEADS in text:
+        return layer_types(text, layers)
+    named = list(text.get("layer_types") or [])
+    return named + [_FULL] * (layers - len(named))
 
 
 def _state_bytes(text: Mapping[str, Any]) -> int:
     """Bytes of a sequence's states of gated delta nets, in FP32, over all ranks."""
-    layers = list(text.get("layer_types") or []).count(_LINEAR)
+    layers = _kinds(text).count(_LINEAR)
     if not layers:
         return 0
-    sizes = ("linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    sizes = (_VALUE_HEADS, "linear_key_head_dim", "linear_value_head_dim")
     return layers * prod(int(text[size]) for size in sizes) * _FP32
 
 
@@ -220,7 +233,7 @@ def read_shape(folder: Path) -> ModelShape:
             shape = shape_of(raw, weight_bytes)
         except KeyError as missing:
             raise CheckpointError(f"config.json: {missing.args[0]!r} is missing") from None
-        sizes = [shape.layers, shape.heads, shape.kv_heads, shape.head_size, shape.max_positions + 1]
+        sizes = [shape.layers, shape.heads, shape.kv_heads, shape.head_size, shape.max_positions + 1, *shape.windows]
         if min(sizes + [size for cache in shape.caches for size in (cache.layers, cache.kv_heads, cache.row)]) < 1:
             raise CheckpointError("config.json: layers, heads, their sizes or positions are negative, or 0")
     return shape

@@ -9,16 +9,24 @@ import shlex
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
+from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.foreign.launch import Launch, Option, Runtime
-from trtllm_dflash.foreign.plan import Plan, as_shaped, free_memory, left_by_weights
+from trtllm_dflash.foreign.plan import Plan, free_memory, left_by_weights
+from trtllm_dflash.foreign.shapes import ModelShape
 
 _FREE = 0.88  # of what is free after the weights, for both caches
 _MOST = 0.85  # for the target's, as in NVIDIA's recipes
+_ALL = 0.95  # of the same, for the target's cache and the drafter's arena; the rest is left to steps
 
 available = free_memory(_FREE)
-kept = as_shaped
+
+
+def kept(target: ModelShape, drafter: ModelShape | None) -> tuple[ModelShape, ModelShape | None]:
+    """Keeps all rows of a drafter: its arena has no windows."""
+    return target, None if drafter is None else drafter.without_windows()
+
 
 #: Targets whose drafting its own tests or its table of models name.
 TESTED = ("gpt_oss", "llama", "qwen3", "qwen3_5", "qwen3_5_moe")
@@ -71,16 +79,6 @@ class DFlashConfig(_Strict):
     speculative_model: str
     max_draft_len: PositiveInt
     attention_backend: Literal["VANILLA", "TRTLLM", "FA4"]
-    mask_token_id: NonNegativeInt | None = None
-    target_layer_ids: list[NonNegativeInt] | None = None
-    draft_len_schedule: dict[int, int] | None = None
-    max_concurrency: PositiveInt | None = None
-    acceptance_rate_threshold: Annotated[float, Field(ge=0, le=1)] | None = None
-    acceptance_rate_window_size: NonNegativeInt | None = None
-    context_recompute_tail: NonNegativeInt | None = None
-    use_rejection_sampling: bool | None = None
-    allow_advanced_sampling: bool | None = None
-    skip_ctx_buffer_budget_check: bool | None = None
 
 
 class Eagle3Config(_Strict):
@@ -168,12 +166,23 @@ def cache_fraction(plan: Plan) -> float:
 
     The arena is dense, (max_batch + 1) sequences of the whole length, and is allocated after the cache pool took its
     fraction (DFlashWorker._check_ctx_arena_fits).
+
+    Raises:
+        SettingsError: the arena leaves nothing.
     """
     if plan.method != "dflash" or plan.room is None or plan.drafter_shape is None:
         return _MOST
     free = left_by_weights(plan.gpu, plan.room.weights)
-    arena = (plan.max_batch + 1) * plan.drafter_shape.cache_bytes(plan.max_seq_len, plan.settings.tp)
-    return max(0.05, min(_MOST, int(100 * (0.95 - arena / free)) / 100))
+    drafter = plan.drafter_shape.without_windows()
+    arena = (plan.max_batch + 1) * drafter.cache_bytes(plan.max_seq_len, plan.settings.tp)
+    share = int(100 * (_ALL - arena / free)) / 100
+    if share <= 0:
+        raise SettingsError(
+            f"--max-batch {plan.max_batch}: the drafter's rows of {plan.max_batch + 1} sequences of "
+            f"{plan.max_seq_len} tokens leave none of a {plan.gpu.name} for the target's; use fewer, or a smaller "
+            "--max-seq-len"
+        )
+    return min(_MOST, share)
 
 
 def attention_backend(plan: Plan) -> Literal["VANILLA", "TRTLLM", "FA4"]:

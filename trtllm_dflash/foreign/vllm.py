@@ -25,9 +25,9 @@ _PREFILL = 8192  # tokens that a step can take besides drafts; with fewer vLLM w
 available = static_memory(_MEMORY)
 
 
-def kept(target: ModelShape, drafter: ModelShape | None) -> ModelShape:
+def kept(target: ModelShape, drafter: ModelShape | None) -> tuple[ModelShape, ModelShape | None]:
     """Keeps all rows of a target's layers with a window, where one group must hold every layer's."""
-    return target.without_windows() if needs_one_group(target, drafter) else target
+    return (target.without_windows() if needs_one_group(target, drafter) else target), drafter
 
 
 RUNTIME = Runtime(
@@ -54,7 +54,7 @@ _LATENT = {"FLASHINFER_MLA": "FlashInfer's", "FLASH_ATTN_MLA": "FlashAttention 3
 
 
 class SpeculativeConfig(BaseModel):
-    """The JSON of `--speculative-config`: those of vLLM 0.26.0's fields that block drafting has."""
+    """The JSON of `--speculative-config`: the fields that are set."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -62,11 +62,6 @@ class SpeculativeConfig(BaseModel):
     model: str
     num_speculative_tokens: PositiveInt
     attention_backend: AttentionBackend | None = None
-    draft_tensor_parallel_size: PositiveInt | None = None  # 1, or the target's
-    max_model_len: PositiveInt | None = None
-    rejection_sample_method: Literal["standard", "synthetic", "block"] | None = None
-    synthetic_acceptance_length: Annotated[float, Field(ge=1)] | None = None
-    draft_sample_method: Literal["greedy", "probabilistic"] | None = None
 
 
 class Serve(BaseModel):

@@ -5,6 +5,7 @@ head: see `Ops.gated_delta`. Norms multiply by one more than their checkpoint's 
 numbers of a head alone.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -49,7 +50,7 @@ def read_hybrid_config(family: str, raw: dict[str, Any]) -> DecoderConfig:
     if raw.get("attention_bias"):
         raise CheckpointError("config.json: attention_bias is not supported with gated attention")
     base = read_decoder_config(family, {**raw, "layer_types": []})
-    types = _layer_types(raw, base.layers)
+    types = layer_types(raw, base.layers)
     try:
         delta = DeltaConfig(
             layers=tuple(kind == _DELTA for kind in types),
@@ -69,7 +70,12 @@ def read_hybrid_config(family: str, raw: dict[str, Any]) -> DecoderConfig:
     return base.model_copy(update={"delta": delta, "rope": rope})
 
 
-def _layer_types(raw: dict[str, Any], layers: int) -> list[str]:
+def layer_types(raw: Mapping[str, Any], layers: int) -> list[str]:
+    """Reads which layers are delta nets: named one by one, or by the interval of those with full attention.
+
+    Raises:
+        CheckpointError: they are not so many, or of other kinds.
+    """
     every = raw.get("full_attention_interval", _INTERVAL)
     types = raw.get("layer_types") or [_DELTA if (i + 1) % every else _FULL for i in range(layers)]
     if len(types) != layers or not set(types) <= {_DELTA, _FULL}:
