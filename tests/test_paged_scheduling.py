@@ -297,6 +297,8 @@ def test_what_was_computed_before_a_preemption_is_reused():
     assert scheduler.statistics.preemptions == 1
     again = [piece for step in session.steps for piece in step.pieces if piece.start > 90]
     assert again
+    # A prompt that is read again gives a token, too, which no step decoded.
+    assert sorted(len(each.token_ids) - each.completion().step_tokens for each in (first, second)) == [1, 2]
 
 
 def test_nobody_overtakes_one_that_waits_for_pages():

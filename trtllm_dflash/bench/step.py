@@ -259,7 +259,8 @@ class StepBench:
                     seconds[arm].append(self.timed(arm, batch))
                     done += 1
             for arm in plan.arms:
-                work = step_work(plan.config, arm.drafting, batch, arm.rows, plan.cache_length, gpu)
+                block = self._block(arm)
+                work = step_work(plan.config, arm.drafting, batch, arm.rows, plan.cache_length, gpu, block)
                 # The first round may compile.
                 self.report.lines.append(Line(arm, batch, plan.cache_length, seconds[arm][1:], work))
         if self.session.device.type == "cuda":

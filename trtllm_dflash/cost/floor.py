@@ -72,17 +72,24 @@ class PartWork:
 
 
 def step_work(
-    config: EngineConfig, drafting: Drafting, batch: int, rows: int, length: int, gpu: GPU | None = None
+    config: EngineConfig,
+    drafting: Drafting,
+    batch: int,
+    rows: int,
+    length: int,
+    gpu: GPU | None = None,
+    block: int | None = None,
 ) -> list[Work]:
     """Counts the target's work in a decoding step and, if it drafts, the drafter's; on the first rank.
 
     Args:
         batch: slots in the step.
-        rows: rows a slot that are verified, and of the block that is drafted.
+        rows: rows a slot that are verified.
         length: committed tokens of each slot: cache rows that a row reads besides this step's own.
         gpu: see `StepCount`.
+        block: rows a slot that are drafted; None: as many as are verified.
     """
-    return [part.total for part in StepCount(config, gpu).parts(drafting, batch, rows, length)]
+    return [part.total for part in StepCount(config, gpu).parts(drafting, batch, rows, length, block)]
 
 
 def floor_seconds(work: list[Work], rates: Rates) -> float:
@@ -124,13 +131,13 @@ class StepCount:
             context = [weight for weight in weights if _for_context(weight)]
             self._context = _Matrices.of(context, config, gpu)
 
-    def parts(self, drafting: Drafting, batch: int, rows: int, length: int) -> list[PartWork]:
+    def parts(self, drafting: Drafting, batch: int, rows: int, length: int, block: int | None = None) -> list[PartWork]:
         """Counts the target's work in a step and, if it drafts, the drafter's; arguments as `step_work`'s."""
         parts = [self._target_work(batch, rows, length)]
         if self.config.drafter is not None and drafting is Drafting.CONTEXT:
             parts.append(self._context_work(self.config.drafter, batch, rows))
         if self.config.drafter is not None and drafting is Drafting.BLOCK:
-            parts.append(self._draft_work(self.config.drafter, batch, rows, length))
+            parts.append(self._draft_work(self.config.drafter, batch, block or rows, length))
         return parts
 
     def _target_work(self, batch: int, rows: int, length: int) -> PartWork:

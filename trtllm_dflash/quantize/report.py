@@ -222,7 +222,7 @@ def _acceptance(llm: LLM, samples: list[Sample], max_tokens: int, names: dict[st
     params = SamplingParams(max_tokens=max_tokens)
     drafted = llm.generate(list(prompts), params)
     plain = llm.generate(list(prompts), params, draft=False)
-    tokens = sum(len(reply.token_ids) - 1 for reply in drafted)
+    tokens = sum(reply.step_tokens for reply in drafted)
     same = [reply.token_ids for reply in drafted] == [reply.token_ids for reply in plain]
     return Acceptance(names["target"], names["drafter"], tokens / max(1, sum(reply.steps for reply in drafted)), same)
 

@@ -33,8 +33,13 @@ class Queue:
 
     def remove_if(self, unwanted: Callable[[Sequence], bool]) -> list[Sequence]:
         """Takes out all for which `unwanted` is true."""
-        removed = [entry for entry in self._heap if unwanted(entry[1])]
+        kept, removed = [], []
+        for rank, sequence in self._heap:
+            if unwanted(sequence):
+                removed.append(sequence)
+            else:
+                kept.append((rank, sequence))
         if removed:
-            self._heap = [entry for entry in self._heap if entry not in removed]
+            self._heap = kept
             heapq.heapify(self._heap)
-        return [entry[1] for entry in removed]
+        return removed

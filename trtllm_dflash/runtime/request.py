@@ -138,6 +138,7 @@ class Completion:
         finish_reason: "stop" (an end token or a stop string) or "length" (max_tokens, or the context is full).
         logprobs: of each token of the reply, where they were asked for.
         prompt_logprobs: of each token of the prompt, None of the first, where they were asked for.
+        begun: tokens of the reply that reading a prompt gave: one, and one more after each preemption.
     """
 
     text: str | None
@@ -154,11 +155,17 @@ class Completion:
     times: Times
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    begun: int = 1
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that came out of decoding steps."""
+        return len(self.token_ids) - self.begun
 
     @property
     def acceptance_length(self) -> float:
         """Tokens per decoding step, accepted drafts and the bonus token together; NaN without a step."""
-        return (len(self.token_ids) - 1) / self.steps if self.steps else math.nan
+        return self.step_tokens / self.steps if self.steps else math.nan
 
     @property
     def accepted_tokens(self) -> int:
@@ -425,6 +432,7 @@ class Sequence:
             times=self.times,
             logprobs=None if self.params.logprobs is None else list(self.logprobs),
             prompt_logprobs=None if self.params.prompt_logprobs is None else [None, *self.prompt_logprobs],
+            begun=self._begun,
         )
 
     def _ends_with_stop_sequence(self) -> bool:
