@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from trtllm_dflash.build.settings import DEFAULT_MAX_SEQ_LEN
 from trtllm_dflash.checkpoint.drafter import DrafterCheckpoint
 from trtllm_dflash.checkpoint.drafter_config import read_drafter_config
+from trtllm_dflash.checkpoint.folder import source_files
 from trtllm_dflash.checkpoint.hub import resolve
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.checkpoint.validation import reading_config
@@ -113,7 +114,9 @@ def follow(connect: Callable[[], Ranks], settings: TrainSettings, output: Path, 
 
 def _opened(settings: TrainSettings) -> tuple[Pair, dict[str, Any], DrafterConfig, int]:
     """Opens the target, and the drafter to begin with; chooses a shape and a length."""
-    pair = open_pair(resolve(settings.target), None if settings.start is None else resolve(settings.start))
+    pair = open_pair(
+        resolve(settings.target, with_tokenizer=True), None if settings.start is None else resolve(settings.start)
+    )
     raw = _raw_config(settings, pair)
     with reading_config(pair.target_folder.path):
         config = read_drafter_config(raw)
@@ -325,7 +328,7 @@ class Training:
             self.progress("decoding", 0, 1)
             replies = llm.generate(list(prompts), self._sampling(0.0))
             self.progress("decoding", 1, 1)
-        added = sum(len(reply.token_ids) - 1 for reply in replies)
+        added = sum(reply.step_tokens for reply in replies)
         steps = sum(reply.steps for reply in replies)
         return {"tau": round(added / max(1, steps), 4), "steps": steps}
 
@@ -402,8 +405,7 @@ def _tensors_of(checkpoint: DrafterCheckpoint, drafter: TrainedDrafter) -> dict[
 
 def _digest_of(folder: Path) -> str:
     """Computes one digest of a checkpoint's files."""
-    files = sorted(file for file in folder.iterdir() if file.suffix in (".safetensors", ".json", ".jinja", ".txt"))
-    lines = (f"{file.name} {digest(file)}\n" for file in files)
+    lines = (f"{file.name} {digest(file)}\n" for file in source_files(folder))
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 

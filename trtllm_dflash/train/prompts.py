@@ -13,7 +13,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Record:
     prompt_ids: Sequence[int] | None = None
     reply_ids: Sequence[int] | None = None  # the target's own, sampled as it is served
     thinking: bool | None = None  # None: as the chat template does by itself
+    flag: str = "--data"  # that named its file
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,9 @@ def split(settings: TrainSettings) -> Split:
         seen = {record.id for record in parts.training}
         most = round(len(parts.training) * settings.general_share / (1 - settings.general_share))
         others = [record for record in general.training if record.id not in seen][:most]
-        parts = Split(parts.training + others, parts.held_out + general.held_out)
+        held = {record.id for record in parts.held_out}
+        others_held = [record for record in general.held_out if record.id not in held]
+        parts = Split(parts.training + others, parts.held_out + others_held)
     for part, name in ((parts.held_out, "held out"), (parts.training, "left to train on")):
         if not part:
             raise SettingsError(f"--held-out {settings.held_out:g}: none of the prompts is {name}; give more of them")
@@ -95,7 +98,7 @@ def _records(settings: TrainSettings, flag: str, file: Path) -> Iterator[Record]
             for number, line in enumerate(lines, start=1):
                 record = _record(line, number, settings) if line.strip() else None
                 if record is not None:
-                    yield record
+                    yield replace(record, flag=flag)
                 elif line.strip():
                     raise SettingsError(
                         f'{flag} {file}: line {number} is not a JSON object with a "prompt", "messages", or '

@@ -150,7 +150,7 @@ def _sequence(llm: LLM, record: Record, params: SamplingParams) -> Sequence | No
     except LongPromptError:
         return None
     except RequestError as error:
-        raise SettingsError(f"--data: line {record.line}: {error}") from None
+        raise SettingsError(f"{record.flag}: line {record.line}: {error}") from None
 
 
 def _kept(llm: LLM, record: Record) -> Reply:
@@ -158,7 +158,7 @@ def _kept(llm: LLM, record: Record) -> Reply:
     assert record.prompt_ids is not None and record.reply_ids is not None
     length, vocabulary = llm.config.max_seq_len, llm.config.target.vocab_size
     if max(*record.prompt_ids, *record.reply_ids) >= vocabulary:
-        raise SettingsError(f"--data: line {record.line}: token ids are 0 to {vocabulary - 1}")
+        raise SettingsError(f"{record.flag}: line {record.line}: token ids are 0 to {vocabulary - 1}")
     prompt = list(record.prompt_ids[:length])
     return Reply(record, prompt, list(record.reply_ids[: length - len(prompt)]))
 
