@@ -509,6 +509,23 @@ def test_what_is_not_cached_is_downloaded(monkeypatch):
     assert resolve("org/model") == Path("/cache/snapshot")
 
 
+@pytest.mark.parametrize("is_online", [True, False])
+def test_a_cache_without_a_tokenizer_is_completed_where_there_is_a_network(is_online, monkeypatch, tmp_path):
+    make_target(tmp_path)
+
+    def snapshot_download(repository: str, *, local_files_only: bool, **_: object) -> str:
+        if not local_files_only:
+            if not is_online:
+                raise http_error(errors.HfHubHTTPError, 503)
+            (tmp_path / "tokenizer.json").touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert resolve("org/drafter") == tmp_path and not (tmp_path / "tokenizer.json").exists()
+    assert resolve("org/model", with_tokenizer=True) == tmp_path
+    assert (tmp_path / "tokenizer.json").exists() is is_online
+
+
 def test_a_gated_repository_says_where_to_accept(monkeypatch):
     fail_with(monkeypatch, http_error(errors.GatedRepoError, 403))
     message = unresolved("org/model")

@@ -24,6 +24,7 @@ from trtllm_dflash.checkpoint.quantized import read_matrix
 from trtllm_dflash.cost.published import PUBLISHED
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models import read_target_config
+from trtllm_dflash.text.chat_template import check_templates
 
 INFINITY = float("inf")
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
@@ -99,7 +100,7 @@ def test_a_projection_of_taps_that_is_no_matrix_is_misshapen(tmp_path):
 @pytest.mark.parametrize(
     ("said", "says"),
     [
-        ({"quant_method": ["fp8"]}, "quantized by ['fp8'] as None, which is not read"),
+        ({"quant_method": ["fp8"]}, "quantized by ['fp8'], which is not read"),
         *[
             ({**PACKED, "config_groups": groups}, "of the wrong type")
             for groups in (5, [1], {"group_0": 5}, {"group_0": {"weights": [1]}})
@@ -117,6 +118,44 @@ def test_a_text_model_that_is_no_object_holds_no_settings(tmp_path):
     pair = open_pair(edit_config(tmp_path, lambda config: config.update(text_config="x", eos_token_id=3)))
     settings = BuildSettings(name="a", target="", precision="fp32", backend="torch")
     assert plan_engine(pair, settings).config.stop_token_ids == (3,)
+
+
+def test_two_rope_settings_that_differ_are_refused(tmp_path):
+    """transformers takes the one and forgets the other's theta; text would be another's in silence."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    target = make_target(tmp_path)
+    theta = json.loads((target / "config.json").read_text())["rope_parameters"]
+    edit_config(target, lambda config: config.update(rope_scaling=dict(theta)))
+    assert open_pair(target).target_config.rope.kind == "default"
+    edit_config(target, lambda config: config.update(rope_scaling=yarn))
+    assert "rope_parameters and rope_scaling differ; put all settings into rope_parameters" in pair_refusal(target)
+
+
+def test_a_drafter_in_the_targets_place_is_named(tmp_path):
+    drafter = make_drafter(tmp_path / "drafter", make_target(tmp_path / "target"))
+    assert f"{drafter}: is a drafter's checkpoint: --drafter takes it" in pair_refusal(drafter)
+
+
+def test_heads_that_are_not_pairs_are_refused(tmp_path):
+    make_target(tmp_path)
+    assert "heads of 15 dimensions cannot be rotated in pairs" in pair_refusal(
+        edit_config(tmp_path, lambda config: config.update(head_dim=15))
+    )
+
+
+@pytest.mark.parametrize(
+    ("templates", "says"),
+    [
+        ([{"name": "default", "template": "{% if"}], "the chat template's line 1: "),
+        ([{"name": "rag", "template": "x"}], "none of its chat templates is named default; there are rag"),
+        ([{"template": "x"}], "chat_template is not a list of names and templates"),
+    ],
+)
+def test_chat_templates_by_name_are_looked_at(templates, says, tmp_path):
+    with pytest.raises(CheckpointError) as caught:
+        check_templates(templates, tmp_path / "tokenizer_config.json")
+    assert says in str(caught.value)
+    check_templates([{"name": "default", "template": "x"}, {"name": "tool_use", "template": "y"}], tmp_path)
 
 
 @pytest.mark.parametrize("value", [NAN, INFINITY, -1, 0, 2.5])

@@ -121,6 +121,22 @@ def test_building_the_same_engine_again_reuses_it(checkpoints, engine):
     assert {file: file.stat().st_mtime_ns for file in engine.iterdir()} == before
 
 
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "sentencepiece.model"])
+def test_a_changed_tokenizer_is_another_engine(name, checkpoints, tmp_path):
+    shutil.copytree(checkpoints, tmp_path / "pair")
+    changed = settings(tmp_path / "pair")
+    assert build(changed, tmp_path / "engine")
+    assert not build(changed, tmp_path / "engine")
+    (tmp_path / "pair" / "target" / name).write_text("{}")
+    with pytest.raises(EngineError, match="exists and is not this engine"):
+        build(changed, tmp_path / "engine")
+
+
+def test_an_empty_folder_is_built_into(checkpoints, tmp_path):
+    (tmp_path / "engine").mkdir()
+    assert build(settings(checkpoints), tmp_path / "engine")
+
+
 def test_another_engine_at_the_output_is_replaced_only_by_force(pair, tmp_path):
     output = tmp_path / "engine"
     pair = (*pair, "--backend", "torch")
@@ -516,7 +532,7 @@ def test_end_tokens_left_open_are_the_configuration_s(checkpoints, tmp_path):
 
 def test_a_known_target_gets_the_chat_arguments_that_its_drafter_needs(checkpoints, tmp_path, monkeypatch):
     folders = {"Qwen/Qwen3-8B": checkpoints / "target", "mine": checkpoints / "drafter"}
-    monkeypatch.setattr("trtllm_dflash.build.planning.resolve", folders.__getitem__)
+    monkeypatch.setattr("trtllm_dflash.build.planning.resolve", lambda name, **_: folders[name])
     assert LLM.from_pretrained("Qwen/Qwen3-8B", "mine", device="cpu").config.chat_arguments == {
         "enable_thinking": False
     }

@@ -314,7 +314,7 @@ def test_what_the_checkpoint_asks_for_and_what_it_brings_are_said(tensors, confi
 
 def test_a_method_that_is_not_read_stays_so_where_it_asks_for_such_caches(tmp_path):
     target = small(tmp_path, config={"quant_method": "gptq", "kv_cache_scheme": SCHEME["kv_cache_scheme"]})
-    assert "quantized by gptq as None, which is not read" in refusal(
+    assert "quantized by gptq, which is not read" in refusal(
         "build", "--target", target, "--output", tmp_path / "engine"
     )
 

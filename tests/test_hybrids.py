@@ -28,10 +28,11 @@ from trtllm_dflash.cost.states import state_bytes
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.kernels import LIBRARY_VARIABLE
-from trtllm_dflash.models import build_target
+from trtllm_dflash.models import build_target, read_target_config
 from trtllm_dflash.ops.cuda_experts import join_shared_experts
 from trtllm_dflash.ops.experts import Experts
 from trtllm_dflash.ops.fp8 import FP8
+from trtllm_dflash.quantize.target import _load
 from trtllm_dflash.runtime.checkpoints import Checkpoints
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.session.calls import Piece, Step
@@ -140,6 +141,22 @@ def logits_of_pieces(llm, ids, sizes):
     finally:
         target.logits = inner
     return torch.cat([logits[0, -1:] for logits in seen])
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_head_of_an_image_model_is_tied_as_the_whole_says(inside, tmp_path):
+    """As transformers ties it, whatever the text model's own settings say."""
+    folder = make_hybrid(tmp_path, "qwen3_5")
+    raw = json.loads((folder / "config.json").read_text())
+    raw["text_config"]["tie_word_embeddings"] = inside
+    assert read_target_config({**raw, "tie_word_embeddings": not inside}).tied_embeddings is not inside
+    raw.pop("tie_word_embeddings", None)
+    assert read_target_config(raw).tied_embeddings is inside
+
+
+def test_an_image_models_text_model_names_its_class_to_modelopt(tmp_path):
+    model = _load(make_hybrid(tmp_path, "qwen3_5"), torch.device("cpu"))
+    assert model.config.architectures == ["Qwen3_5ForCausalLM"]
 
 
 def test_a_prompt_is_read_alike_in_pieces_of_any_size(hybrid, tmp_path):

@@ -576,7 +576,7 @@ def test_a_quantized_checkpoint_is_planned_as_its_backend_multiplies_it(layout, 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((*MODEL, "--precision", "nvfp4"), "--precision nvfp4: the target's checkpoint is not quantized"),
+        ((*MODEL, "--precision", "nvfp4"), "--precision nvfp4: the target's experts are in MXFP4, and stay so"),
         ((*MODEL, "--gpu", "rtx-4090"), "more than rtx-4090 has: use --tp 4"),
         ((*MODEL, "--gpu", "h100", "--max-batch", 64), "more than h100 has: use --max-batch 39 or --max-seq-len"),
         (

@@ -255,6 +255,7 @@ def test_output_and_text_are_looked_at_before_checkpoints_are_fetched(tmp_path):
     hub = ["--target", "nobody/nothing", "--format", "fp8"]
     taken = tmp_path / "taken"
     taken.mkdir()
+    (taken / "mine").touch()
     assert f"--output {taken}: is no quantized pair" in refusal("quantize", *hub, "--output", taken)
     line = refusal("quantize", *hub, "--output", tmp_path / "made", "--text", tmp_path / "none.txt")
     assert line == f"error: --text {tmp_path / 'none.txt'}: cannot be read: No such file or directory"

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import regex  # type: ignore[import-untyped]
 
-from trtllm_dflash.errors import EngineError
+from trtllm_dflash.errors import CheckpointError, EngineError
 from trtllm_dflash.text.tiktoken_file import _WORDS, convert, read_ranks
-from trtllm_dflash.text.tokenizer import TextCodec
+from trtllm_dflash.text.tokenizer import TextCodec, check_tokenizer
 
 TEXTS = [
     "The theme of the others isn't HERE, it's 1234567 there!",
@@ -94,6 +94,21 @@ def test_a_file_that_is_not_tiktoken_s_is_refused(lines, folder):
     (folder / "tiktoken.model").write_text(lines)
     with pytest.raises(EngineError, match=r"tiktoken\.model: is no tiktoken file"):
         convert(folder, folder)
+
+
+@pytest.mark.parametrize("added", [{"x": {"content": "a"}}, {"300": {}}, {"300": "a"}, ["a"]])
+def test_added_tokens_that_are_none_are_one_line(added, folder):
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "added_tokens_decoder": added}))
+    with pytest.raises(EngineError, match=r"tokenizer_config\.json: added_tokens_decoder is not ids with their tokens"):
+        convert(folder, folder)
+
+
+def test_the_file_of_another_model_is_refused(folder):
+    count = len(read_ranks(folder / "tiktoken.model"))
+    check_tokenizer(folder, count)
+    with pytest.raises(CheckpointError, match=f"has {count} tokens, but config.json a vocabulary of {count - 1}"):
+        check_tokenizer(folder, count - 1)
 
 
 def test_the_file_of_another_class_is_refused(folder):

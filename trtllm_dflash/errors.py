@@ -68,6 +68,11 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
+def first_line(error: Exception) -> str:
+    """Takes the first line of what a library's error says; its type's name where it says nothing."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def why_unreadable(error: Exception) -> str:
     """Writes why a file cannot be read, without the path, which the message has, and numbers."""
     if isinstance(error, UnicodeDecodeError):

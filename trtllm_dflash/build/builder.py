@@ -10,6 +10,7 @@ from trtllm_dflash.build.planning import as_planned, open_checkpoints, plan_engi
 from trtllm_dflash.build.settings import BuildSettings
 from trtllm_dflash.build.tensorrt_ranks import compile_ranks
 from trtllm_dflash.build.weights import read_engine_tensors
+from trtllm_dflash.checkpoint.folder import source_files
 from trtllm_dflash.checkpoint.pair import Pair
 from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.directory import (
@@ -23,6 +24,7 @@ from trtllm_dflash.engine.directory import (
     is_engine,
     not_replaced,
     read_config,
+    stands,
     weights_file,
     written_aside,
 )
@@ -55,9 +57,9 @@ def build(
     if not has_tokenizer(target):
         say(f"no tokenizer.json in {target}: the engine takes token ids alone; for texts {MAKE_TOKENIZER}")
     config = plan.config.model_copy(update={"sources": _source_digests(pair, plan.draft_text)})
-    if output.exists() and not is_engine(output):
+    if stands(output) and not is_engine(output):
         raise not_replaced(output, "not an engine directory")
-    if output.exists() and not force:
+    if stands(output) and not force:
         if _is_same_engine(output, config):
             return False
         if not refresh:
@@ -135,9 +137,6 @@ def _sources(pair: Pair) -> dict[str, Path]:
 
 def _source_digests(pair: Pair, draft_text: Path | None) -> dict[str, str]:
     digests = {
-        f"{role}/{file.name}": digest(file)
-        for role, folder in _sources(pair).items()
-        for file in sorted(folder.iterdir())
-        if file.suffix in (".safetensors", ".json", ".jinja", ".txt") and file.is_file()
+        f"{role}/{file.name}": digest(file) for role, folder in _sources(pair).items() for file in source_files(folder)
     }
     return digests if draft_text is None else {**digests, "draft_text": digest(draft_text)}

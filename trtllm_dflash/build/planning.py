@@ -42,7 +42,7 @@ from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 from trtllm_dflash.ops.tensorrt_plugin import has_plugin_layers
 from trtllm_dflash.pairs.prompts import PROMPTS
 from trtllm_dflash.session.trees import why_no_trees
-from trtllm_dflash.text.chat_template import check_syntax
+from trtllm_dflash.text.chat_template import check_templates
 from trtllm_dflash.text.tokenizer import check_tokenizer
 
 
@@ -80,14 +80,12 @@ def open_checkpoints(settings: BuildSettings) -> Pair:
         PairError: the drafter is for another target.
     """
     drafter = resolve(settings.drafter) if settings.drafter is not None else None
-    pair = open_pair(resolve(settings.target), drafter)
+    pair = open_pair(resolve(settings.target, with_tokenizer=True), drafter)
     folder = pair.target_folder.path
     check_tokenizer(folder, pair.target_config.vocab_size)
     said = folder / "tokenizer_config.json"
-    if said.is_file():
-        template = read_json(said).get("chat_template")  # or only who loads the engine's tokenizer would hear of it
-        if isinstance(template, str):
-            check_syntax(template, said)
+    if said.is_file():  # or only who loads the engine's tokenizer would hear of it
+        check_templates(read_json(said).get("chat_template"), said)
     return pair
 
 
@@ -172,7 +170,10 @@ def plan_models(
     check_sides(target, drafter, settings.tp)
     max_seq_len = settings.max_seq_len or min(DEFAULT_MAX_SEQ_LEN, target.max_positions)
     if max_seq_len > target.max_positions:
-        raise SettingsError(f"--max-seq-len {max_seq_len}: the target takes at most {target.max_positions} positions")
+        raise SettingsError(
+            f"--max-seq-len {max_seq_len}: the target takes at most {target.max_positions} positions "
+            "(max_position_embeddings in its config.json)"
+        )
     if settings.chunk > max_seq_len and "chunk" in settings.model_fields_set:
         raise SettingsError(f"--chunk {settings.chunk}: longer than --max-seq-len {max_seq_len}")
     chunk = min(_chunk(settings, target), max_seq_len)
@@ -321,14 +322,16 @@ def _draft_text(settings: BuildSettings, pair: Pair) -> Path | None:
 
 def _stop_token_ids(pair: Pair) -> tuple[int, ...]:
     """Read the end tokens from generation_config.json, else from config.json."""
-    file = pair.target_folder.path / "generation_config.json"
-    ids = pair.target_folder.setting("eos_token_id")
-    if file.is_file():
-        stated = read_json(file).get("eos_token_id")
-        ids = ids if stated is None else stated
+    folder, vocabulary = pair.target_folder.path, pair.target_config.vocab_size
+    file, ids = folder / "config.json", pair.target_folder.setting("eos_token_id")
+    generation = folder / "generation_config.json"
+    if generation.is_file() and (stated := read_json(generation).get("eos_token_id")) is not None:
+        file, ids = generation, stated
     found = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    if not all(type(token) is int and 0 <= token < pair.target_config.vocab_size for token in found):
-        raise CheckpointError(f"{pair.target_folder.path}: eos_token_id {ids!r} is not a token id, or a list of them")
+    if not all(type(token) is int and 0 <= token < vocabulary for token in found):
+        raise CheckpointError(
+            f"{file}: eos_token_id {ids!r} is not a token id, or a list of them; they are 0 to {vocabulary - 1}"
+        )
     return tuple(found)
 
 

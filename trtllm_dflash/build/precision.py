@@ -123,6 +123,8 @@ def _format(
     place.check(f"{knob} {asked}", asked)
     if asked == held or (asked == "fp8" and held is None):
         return asked
+    if model.moe is not None and model.moe.mxfp4:
+        raise SettingsError(f"{knob} {asked}: the {role}'s experts are in MXFP4, and stay so; fp8 rounds its attention")
     of = f"the {role}'s checkpoint is {held}" if held else f"the {role}'s checkpoint is not quantized"
     raise SettingsError(
         f"{knob} {asked}: {of}; make a calibrated {asked} checkpoint of the unquantized one: "

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import huggingface_hub
@@ -13,14 +14,18 @@ from trtllm_dflash.errors import CheckpointError, one_line
 #: Prefix of a folder inside the installed package: `package:pairs/tiny/target`.
 PACKAGE = "package:"
 
+_TOKENIZERS = ("tokenizer.json", "tiktoken.model")
 # mask_embedding.pt is never loaded: a drafter that has one must be seen, to be refused.
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "mask_embedding.pt"]
 
 
-def resolve(name_or_path: str) -> Path:
+def resolve(name_or_path: str, *, with_tokenizer: bool = False) -> Path:
     """Finds the local folder of a checkpoint; a repository's comes from the Hugging Face cache, else by download.
 
     The cache may hold only a part of a repository (its tokenizer, or an interrupted download): the rest is downloaded.
+
+    Args:
+        with_tokenizer: what lacks a tokenizer is a part, too, unless nothing can be downloaded.
 
     Raises:
         CheckpointError: there is no such folder or repository, it is gated, or the network is out of reach.
@@ -43,7 +48,12 @@ def resolve(name_or_path: str) -> Path:
         raise CheckpointError(f"{name_or_path!r} is neither a folder nor a Hugging Face repository name") from None
     except errors.LocalEntryNotFoundError:
         return _download(name_or_path)
-    return cached if _is_complete(cached) else _download(name_or_path)
+    if not _is_complete(cached):
+        return _download(name_or_path)
+    if with_tokenizer and not any((cached / name).is_file() for name in _TOKENIZERS):
+        with suppress(CheckpointError):
+            return _download(name_or_path)
+    return cached
 
 
 def _is_complete(folder: Path) -> bool:

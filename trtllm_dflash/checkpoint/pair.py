@@ -49,6 +49,8 @@ def open_pair(target: Path, drafter: Path | None = None) -> Pair:
         PairError: the drafter is for another target; names both values.
     """
     folder = CheckpointFolder.open(target)
+    if {"dflash_config", "speculators_model_type"} & folder.config.keys():
+        raise CheckpointError(f"{target}: is a drafter's checkpoint: --drafter takes it, and --target its target's")
     with reading_config(target):
         config = as_stored(read_target_config(folder.config), folder.tensors)
     weights = build_target(config).weights()

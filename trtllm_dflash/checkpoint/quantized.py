@@ -258,8 +258,9 @@ def _check_method(folder: CheckpointFolder) -> None:
     if method in _READ and caches_alone and cache_format(folder) is not None:
         return
     if read is not None and kind not in read:
+        how = method if kind is None else f"{method} as {kind}"
         raise CheckpointError(
-            f"{folder.path}: quantized by {method} as {kind}, which is not read; make FP8 or NVFP4 of the unquantized "
+            f"{folder.path}: quantized by {how}, which is not read; make FP8 or NVFP4 of the unquantized "
             "checkpoint: trtllm-dflash quantize --format fp8|nvfp4"
         )
 

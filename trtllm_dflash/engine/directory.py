@@ -98,6 +98,11 @@ def written_aside(path: Path, what: str = "engine", *, replaces: bool, knob: str
         shutil.rmtree(aside, ignore_errors=True)
 
 
+def stands(output: Path) -> bool:
+    """Whether something would be replaced by what is written to `output`: an empty folder is nothing."""
+    return any(output.iterdir()) if output.is_dir() else output.exists()
+
+
 def not_replaced(output: Path, what: str) -> EngineError:
     """Makes the error of an output where something else stands than its command's `--force` replaces.
 

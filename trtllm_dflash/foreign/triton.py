@@ -7,7 +7,7 @@ version that fits the library there.
 
 from pathlib import Path
 
-from trtllm_dflash.engine.directory import not_replaced, written_aside
+from trtllm_dflash.engine.directory import not_replaced, stands, written_aside
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.foreign import tensorrt_llm
 from trtllm_dflash.foreign.plan import Plan
@@ -103,7 +103,7 @@ def deploy_llmapi(plan: Plan, output: Path, force: bool = False) -> None:
     if plan.settings.nodes > 1:
         raise SettingsError(f"--nodes {plan.settings.nodes}: the llmapi model is served on one node; use launch")
     files = render(plan)
-    if output.exists() and any(output.iterdir() if output.is_dir() else [output]):
+    if stands(output):
         config = output / "tensorrt_llm" / "config.pbtxt"
         if not (config.is_file() and config.read_text(errors="replace").startswith(MARK)):
             raise not_replaced(output, "not a model repository of this command's")

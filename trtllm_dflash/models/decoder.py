@@ -157,8 +157,11 @@ def read_decoder_config(family: str, raw: dict[str, Any]) -> DecoderConfig:
     try:
         heads = raw["num_attention_heads"]
         kv_heads = raw.get("num_key_value_heads") or heads
+        head_size = raw.get("head_dim") or raw["hidden_size"] // heads
         if heads % kv_heads:
             raise CheckpointError(f"config.json: {heads} attention heads cannot share {kv_heads} key/value heads")
+        if head_size % 2:
+            raise CheckpointError(f"config.json: heads of {head_size} dimensions cannot be rotated in pairs")
         return DecoderConfig(
             family=family,
             vocab_size=raw["vocab_size"],
@@ -166,7 +169,7 @@ def read_decoder_config(family: str, raw: dict[str, Any]) -> DecoderConfig:
             layers=raw["num_hidden_layers"],
             heads=heads,
             kv_heads=kv_heads,
-            head_size=raw.get("head_dim") or raw["hidden_size"] // heads,
+            head_size=head_size,
             intermediate_size=raw["intermediate_size"],
             norm_eps=raw.get("rms_norm_eps", 1e-6),
             max_positions=raw["max_position_embeddings"],

@@ -16,6 +16,7 @@ class Qwen35(HybridDecoder):
 
 
 def text_config(raw: dict[str, Any]) -> dict[str, Any]:
-    """Takes the text model's settings out of an image model's; its own win."""
+    """Takes the text model's settings out of an image model's; its own win, but for its head's, which is not in it."""
     inner = {key: value for key, value in (raw.get("text_config") or {}).items() if value is not None}
-    return {**raw, **inner}
+    tied = {key: raw[key] for key in ("tie_word_embeddings",) if raw.get(key) is not None}
+    return {**raw, **inner, **tied}

@@ -37,14 +37,19 @@ def rope_scaling(raw: dict[str, Any]) -> dict[str, Any]:
     """Reads the settings that Hugging Face's config.json groups as `rope_parameters`, formerly `rope_scaling`.
 
     Raises:
-        CheckpointError: they are no object.
+        CheckpointError: they are no object, or are there under both names and differ.
     """
-    for key in ("rope_parameters", "rope_scaling"):
-        if scaling := raw.get(key):
-            if not isinstance(scaling, dict):
-                raise CheckpointError(f"config.json: {key} {scaling!r} is not an object")
-            return scaling
-    return {}
+    found = {key: raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key)}
+    for key, scaling in found.items():
+        if not isinstance(scaling, dict):
+            raise CheckpointError(f"config.json: {key} {scaling!r} is not an object")
+    first, *others = found.values() or [{}]
+    if others and others != [first]:
+        raise CheckpointError(
+            "config.json: rope_parameters and rope_scaling differ; put all settings into rope_parameters, and remove "
+            "rope_scaling"
+        )
+    return first
 
 
 def read_rope(raw: dict[str, Any]) -> RopeConfig:
@@ -113,7 +118,7 @@ def _read_yarn(scaling: dict[str, Any], theta: float, raw: dict[str, Any]) -> Ro
         original_max_positions=original,
         beta_fast=scaling.get("beta_fast") or 32.0,
         beta_slow=scaling.get("beta_slow") or 1.0,
-        truncate=scaling.get("truncate", True),
+        truncate=scaling.get("truncate") is not False,
         attention_factor=attention,
     )
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from trtllm_dflash.checkpoint.hub import resolve
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.engine.config import Progress
-from trtllm_dflash.engine.directory import check_apart, not_replaced, written_aside
+from trtllm_dflash.engine.directory import check_apart, not_replaced, stands, written_aside
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.models import build_target
@@ -59,7 +59,7 @@ def quantize(
     load_modelopt()
     _check_output(output, force)  # before checkpoints come from a hub
     check_text(settings.text)
-    folders = {"target": resolve(settings.target)}
+    folders = {"target": resolve(settings.target, with_tokenizer=True)}
     if settings.drafter is not None:
         folders["drafter"] = resolve(settings.drafter)
     pair = open_pair(folders["target"], folders.get("drafter"))
@@ -89,9 +89,9 @@ def quantize(
 
 
 def _check_output(output: Path, force: bool) -> None:
-    if output.exists() and not _is_quantized(output):
+    if stands(output) and not _is_quantized(output):
         raise not_replaced(output, "no quantized pair")
-    if output.exists() and not force:
+    if stands(output) and not force:
         raise EngineError(f"--output {output}: exists; use another, or --force to replace it")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trtllm_dflash.errors import CheckpointError
+from trtllm_dflash.errors import CheckpointError, first_line, one_line
 from trtllm_dflash.models.qwen3_moe import Qwen3Moe
 from trtllm_dflash.quantize.modelopt import load_modelopt, quiet, recipe
 from trtllm_dflash.quantize.text import Sample
@@ -50,8 +50,8 @@ def quantize_target(
         with quiet(), torch.inference_mode():
             modelopt.quantize(model, recipe(modelopt, format, kv), forward_loop=calibrate)
             export(model, export_dir=output)
-    except (AssertionError, ValueError, RuntimeError, NotImplementedError) as error:
-        raise CheckpointError(f"{source}: ModelOpt cannot quantize it to {format}: {error}") from error
+    except Exception as error:  # the library raises whatever comes of a model that it does not know
+        raise CheckpointError(f"{source}: ModelOpt cannot quantize it to {format}: {one_line(error)}") from error
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, output / name)
@@ -89,5 +89,7 @@ def _load(source: Path, device: torch.device) -> Any:
                 source, dtype="auto", local_files_only=True, trust_remote_code=False, use_safetensors=True
             )
     except Exception as error:  # the library raises whatever its parsers raise
-        raise CheckpointError(f"{source}: transformers cannot load it: {str(error).splitlines()[0]}") from error
+        raise CheckpointError(f"{source}: transformers cannot load it: {first_line(error)}") from error
+    if model.config.architectures is None:  # an image model's text model alone; ModelOpt looks there
+        model.config.architectures = [type(model).__name__]
     return model.to(device).eval()

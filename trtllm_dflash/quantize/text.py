@@ -73,7 +73,7 @@ def _rows(text: Path, codec: TextCodec) -> list[Sample]:
             raise SettingsError(f'--text {text}: line {number} is not a JSON object with "prompt" or "text"')
         prompt, reply = row.get("prompt"), row.get("reference")
         ids = codec.encode(row["text"]) if prompt is None else _chat(codec, prompt)
-        following = codec.encode(reply) if isinstance(reply, str) else []
+        following = codec.encode_words(reply) if isinstance(reply, str) else []
         rows.append(Sample(ids + following, len(ids) if following else max(1, len(ids) // 2)))
     return rows
 

@@ -9,7 +9,14 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from trtllm_dflash.engine.directory import check_present, check_shared_files, not_replaced, read_config, written_aside
+from trtllm_dflash.engine.directory import (
+    check_present,
+    check_shared_files,
+    not_replaced,
+    read_config,
+    stands,
+    written_aside,
+)
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.runtime.draft_length import check_draft_length
 from trtllm_dflash.runtime.settings import ServiceSettings
@@ -71,7 +78,7 @@ def deploy(
         SettingsError: the engine cannot draft so many tokens, or no such tree.
     """
     files = render(engine, settings or DeploySettings())
-    if output.exists() and not _is_empty_folder(output):
+    if stands(output):
         if not is_repository(output):
             raise not_replaced(output, "not a model repository of ours")
         if all(_holds(output / name, text) for name, text in files.items()):
@@ -158,10 +165,6 @@ def streaming_and_deadline(repository: Path) -> tuple[bool, float]:
         reason = f"deadline_seconds is {written['deadline_seconds']}; deploy again"
         raise SettingsError(f"--repository {repository}: its {reason}") from None
     return read.decoupled, read.deadline_seconds
-
-
-def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())
 
 
 def _holds(file: Path, text: str) -> bool:

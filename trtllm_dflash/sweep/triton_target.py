@@ -12,7 +12,7 @@ from tritonclient.grpc.aio import InferenceServerClient, InferInput
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from trtllm_dflash.checkpoint.folder import read_json
-from trtllm_dflash.errors import RequestError, SettingsError
+from trtllm_dflash.errors import RequestError, SettingsError, first_line
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.serving.client import CHANNEL, UnavailableError
 from trtllm_dflash.sweep.dataset import Message
@@ -104,7 +104,7 @@ class TritonTarget(Target):
             about = await self._grpc.get_model_metadata(self._model, client_timeout=CHECK_SECONDS)
         except (InferenceServerException, grpc.aio.AioRpcError) as error:
             is_late = "DEADLINE_EXCEEDED" in str(error)
-            reason = f"nothing came in {CHECK_SECONDS:g} s" if is_late else str(error).splitlines()[0]
+            reason = f"nothing came in {CHECK_SECONDS:g} s" if is_late else first_line(error)
             raise UnavailableError(f"{self._name}: no Triton server answers there: {reason}") from None
         self._known = frozenset(tensor.name for tensor in (*about.inputs, *about.outputs))
         if "text_input" not in self._known:

@@ -21,6 +21,26 @@ class _Generation(Extension):
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
+def check_templates(said: object, file: Path) -> None:
+    """Checks a tokenizer_config.json's `chat_template`: a template, or a list of them with their names.
+
+    Raises:
+        CheckpointError: one cannot be parsed, or none is the default.
+    """
+    if isinstance(said, str):
+        check_syntax(said, file)
+    if not isinstance(said, list):
+        return
+    try:
+        named = {str(entry["name"]): str(entry["template"]) for entry in said}
+    except (KeyError, TypeError):
+        raise CheckpointError(f"{file}: chat_template is not a list of names and templates") from None
+    for template in named.values():
+        check_syntax(template, file)
+    if "default" not in named:
+        raise CheckpointError(f"{file}: none of its chat templates is named default; there are {', '.join(named)}")
+
+
 def check_syntax(template: str, file: Path) -> None:
     """Checks that a chat template can be parsed, as transformers does it at the first conversation.
 

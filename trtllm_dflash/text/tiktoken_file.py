@@ -52,8 +52,14 @@ def convert(source: Path, folder: Path) -> None:
     Raises:
         EngineError: the file cannot be read, or is another class's.
     """
-    config = _read_config(source / "tokenizer_config.json")
-    tokenizer = make_tokenizer(read_ranks(source / RANKS_FILE), _added_tokens(config), _texts(config))
+    file = source / "tokenizer_config.json"
+    config = _read_config(file)
+    try:
+        added, texts = _added_tokens(config), _texts(config)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise EngineError(f"{file}: added_tokens_decoder is not ids with their tokens ({reason})") from None
+    tokenizer = make_tokenizer(read_ranks(source / RANKS_FILE), added, texts)
     tokenizer.save(str(folder / "tokenizer.json"))
     kept = {key: value for key, value in config.items() if key not in ("auto_map", "added_tokens_decoder")}
     kept["tokenizer_class"] = "PreTrainedTokenizerFast"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from trtllm_dflash.errors import CheckpointError, EngineError, LongPromptError, RequestError, one_line
+from trtllm_dflash.errors import CheckpointError, EngineError, LongPromptError, RequestError, first_line, one_line
 from trtllm_dflash.text.chat_template import check_syntax
 from trtllm_dflash.text.harmony import ARGUMENTS, Harmony
 from trtllm_dflash.text.reply.formats import (
@@ -27,7 +27,7 @@ from trtllm_dflash.text.reply.parts import Parser
 from trtllm_dflash.text.reply.thinking import OPENING
 from trtllm_dflash.text.reply.typescript import declared
 from trtllm_dflash.text.stream import TextStream, special_tokens
-from trtllm_dflash.text.tiktoken_file import convert, needs_conversion
+from trtllm_dflash.text.tiktoken_file import RANKS_FILE, convert, needs_conversion, read_ranks
 
 if TYPE_CHECKING:  # a second of a process that has no texts
     from transformers import PreTrainedTokenizerFast
@@ -97,7 +97,7 @@ class TextCodec:
         try:
             tokenizer = _load(folder)
         except Exception as error:  # the library raises whatever its parsers raise
-            raise EngineError(f"{folder}: the tokenizer cannot be loaded: {str(error).splitlines()[0]}") from error
+            raise EngineError(f"{folder}: the tokenizer cannot be loaded: {first_line(error)}") from error
         try:
             return cls(tokenizer, chat_arguments)
         except EngineError as error:
@@ -298,13 +298,17 @@ def check_tokenizer(folder: Path, vocabulary: int) -> None:
     template = read_template(folder)
     if template is not None:
         check_syntax(template, folder / "chat_template.jinja")
-    file = folder / "tokenizer.json"
-    if not file.is_file():
+    if not has_tokenizer(folder):
         return
-    try:
-        size = Tokenizer.from_file(str(file)).get_vocab_size(with_added_tokens=False)
-    except Exception as error:  # the library raises no narrower one
-        raise CheckpointError(f"{file} is truncated or damaged ({one_line(error)}); download it again") from None
+    if needs_conversion(folder):
+        file = folder / RANKS_FILE
+        size = len(read_ranks(file))
+    else:
+        file = folder / "tokenizer.json"
+        try:
+            size = Tokenizer.from_file(str(file)).get_vocab_size(with_added_tokens=False)
+        except Exception as error:  # the library raises no narrower one
+            raise CheckpointError(f"{file} is truncated or damaged ({one_line(error)}); download it again") from None
     if size > vocabulary:
         raise CheckpointError(
             f"{file} has {size} tokens, but config.json a vocabulary of {vocabulary}: it is another model's; "
