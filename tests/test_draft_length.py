@@ -190,7 +190,9 @@ def test_step_times_are_kept_with_the_engine(llm, tmp_path, monkeypatch):
         kept["machine"][name] = "another"
         (tmp_path / FILE).write_text(json.dumps(kept))
         assert step_times(llm.session, tmp_path, LENGTHS) == {(1, 0, 0): 1.0}
-    for damaged in ("{", "[" * 100_000):
+    seconds = json.loads(written)
+    seconds["times"]["drafting"][0][-1] = 0.0  # a rate would be without end
+    for damaged in ("{", "[" * 100_000, json.dumps(seconds)):
         (tmp_path / FILE).write_text(damaged)
         assert step_times(llm.session, tmp_path, LENGTHS) == {(1, 0, 0): 1.0}
 

@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 from itertools import chain
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -312,17 +313,51 @@ def test_drafted_text_is_plain_text_where_sequences_wait_for_pages(engine):
 
 def test_states_are_found_by_the_tokens_that_they_stand_behind():
     kept = Checkpoints(slots=3, count=2, pending=4)
-    places = kept.keep([1, 2, 3, 4, 5, 6], first=0), kept.keep([1, 2, 9], first=1)
-    assert set(places) == {3, 4}
+    first, second = kept.keep([1, 2, 3, 4, 5, 6], first=0), kept.keep([1, 2, 9], first=1)
+    assert {first.place, second.place} == {3, 4}
     # The first stands behind 2 tokens, with 4 rows beside it, the other behind 1.
     assert [kept.find([1, 2, 3, 4, 8, 8], most)[0] for most in (1, 2, 5)] == [1, 2, 4]
     assert kept.find([7, 2, 3], 3) == (0, None)
     assert kept.keep([1, 2, 9], first=1) is None
     kept.use(kept.find([1, 2, 3], 3)[1])
-    assert kept.keep([5, 5], first=0) == places[1]  # the other was used longer ago
+    third = kept.keep([5, 5], first=0)
+    assert third.place == second.place  # which was used longer ago than the first
+    kept.drop(second)
+    assert kept.find([5, 5], 2)[1] is third, "another one's place is not given up"
     for _ in range(2):
-        kept.drop(places[1])
-    assert {kept.keep([6], first=0), kept.keep([7], first=0)} == set(places), "no two states have one place"
+        kept.drop(third)
+    places = {kept.keep([6], first=0).place, kept.keep([7], first=0).place}
+    assert places == {3, 4}, "no two states have one place"
+
+
+def test_a_state_behind_a_step_that_failed_is_no_prompts_beginning(hybrid, tmp_path):
+    """Also where the step after it, one ahead, has copied it already."""
+    target = hybrid("qwen3_5_text", vocab=16)
+    llm = load(target, make_drafter(tmp_path / "drafter", target, block_size=16), max_batch=2)
+    params, prompt = SamplingParams(max_tokens=24, ignore_eos=True), [token % 16 for token in IDS[:30]]
+    expected = llm.generate([prompt], params)[0].token_ids
+    scheduler, run, steps = Scheduler(llm.session, ahead=1), llm.session.run, []
+
+    def run_with_a_fault(step):
+        outcome = run(step)
+        steps.append(step)
+        if len(steps) == 1:
+            for tensor in llm.session.states.tensors.values():
+                tensor[0] += 100.0
+            outcome.packed = Mock(side_effect=RuntimeError("lost"))
+        return outcome
+
+    llm.session.run = run_with_a_fault
+    replies = []
+    for _ in range(3):
+        sequence = llm.intake.sequence(prompt, params)
+        scheduler.submit(sequence)
+        while scheduler.busy:
+            scheduler.step()
+        replies.append(sequence)
+    assert "lost" in str(replies[0].error)
+    assert [sequence.token_ids for sequence in replies[1:]] == [expected, expected]
+    assert replies[2].reused > 0
 
 
 @pytest.mark.principal("pages")

@@ -66,8 +66,8 @@ class Checkpoints:
         self._kept.append(kept)
         return kept.place
 
-    def keep(self, tokens: list[int], first: int) -> int | None:
-        """Keeps the state behind a step on a sequence's rows from `first` on: its place; None where it is kept already.
+    def keep(self, tokens: list[int], first: int) -> Checkpoint | None:
+        """Keeps the state behind a step on a sequence's rows from `first` on; None where it is kept already.
 
         Args:
             tokens: the sequence's, up to and with the step's.
@@ -77,14 +77,14 @@ class Checkpoints:
             return None
         place = self._free.pop() if self._free else self._kept.pop(0).place
         self._kept.append(Checkpoint(place, tokens, length))
-        return place
+        return self._kept[-1]
 
-    def drop(self, place: int) -> None:
-        """Forgets the state at a place, if one is kept there."""
-        others = [kept for kept in self._kept if kept.place != place]
+    def drop(self, state: Checkpoint) -> None:
+        """Forgets a state, if it is kept still."""
+        others = [kept for kept in self._kept if kept is not state]
         if len(others) < len(self._kept):
             self._kept = others
-            self._free.append(place)
+            self._free.append(state.place)
 
 
 def checkpoints_of(session: Session) -> Checkpoints | None:

@@ -3,10 +3,10 @@
 import math
 from bisect import insort
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trtllm_dflash.engine.paging import Paging
-from trtllm_dflash.runtime.checkpoints import SPACING, Checkpoints
+from trtllm_dflash.runtime.checkpoints import SPACING, Checkpoint, Checkpoints
 from trtllm_dflash.runtime.pages import Lease, LinearPages, Pages, Reach
 from trtllm_dflash.runtime.request import Sequence
 
@@ -26,6 +26,7 @@ class Stay:
         block: rows that its next step can verify: the bonus token, and the drafts that its last step left, or a tree's.
         tree: whether those drafts are a tree.
         kept: tokens up to its last state that is kept, of recurrent layers.
+        states: those that it has left to later prompts.
         quiet: tokens up to which its reply grows without a look at it: there are pages for them, and it goes on.
         goes_on: tokens up to which none of the steps under way can bring its end; -1: each of them may.
         over: it has left the slot: the outcome of steps that are still under way is nobody's.
@@ -46,6 +47,7 @@ class Stay:
     quiet: float = -1
     goes_on: int = -1
     over: bool = False
+    states: list[Checkpoint] = field(default_factory=list)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -182,9 +184,10 @@ class Slots:
         if checkpoints is None or (end < stay.prompt and end - stay.kept < SPACING):
             return
         stay.kept = end
-        place = checkpoints.keep(stay.sequence.tokens(0, end), first)
-        if place is not None:
-            self.state_copies.append((stay.slot, place))
+        state = checkpoints.keep(stay.sequence.tokens(0, end), first)
+        if state is not None:
+            self.state_copies.append((stay.slot, state.place))
+            stay.states.append(state)
 
     def _reach(self, ids: list[int]) -> Reach:
         checkpoints, unwritten = self._checkpoints, self._unwritten()
@@ -233,7 +236,7 @@ class Slots:
         """Frees a slot; its rows stay, for later prompts that begin with them, or are forgotten."""
         stay.sequence.pages = len(stay.lease.nodes)
         if forget:
-            self._forget_states(stay.slot)
+            self._forget_states(stay)
             self.pages.forget(stay.lease)
         else:
             self.record(stay)
@@ -245,12 +248,12 @@ class Slots:
         del self._stays[stay.sequence]
         insort(self._free, stay.slot)
 
-    def _forget_states(self, slot: int) -> None:
-        """Forgets the states that a slot would have left to others, and has not yet."""
-        for source, target in self.state_copies:
-            if source == slot and self._checkpoints is not None:
-                self._checkpoints.drop(target)
-        self.state_copies = [copy for copy in self.state_copies if slot not in copy]
+    def _forget_states(self, stay: Stay) -> None:
+        """Forgets the states that a slot has left to others, or would have."""
+        for state in stay.states:
+            assert self._checkpoints is not None
+            self._checkpoints.drop(state)
+        self.state_copies = [copy for copy in self.state_copies if stay.slot not in copy]
 
     def _show(self, stay: Stay, places: Iterable[int]) -> None:
         """Notes the pages of layers with a window that a slot has at these places."""

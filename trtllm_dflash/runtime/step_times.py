@@ -1,6 +1,7 @@
 """Times of a step on this machine, by slots, drafts and prompt tokens: measured once, and kept with the engine."""
 
 import json
+import math
 import platform
 import statistics
 import time
@@ -38,12 +39,15 @@ def step_times(session: Session, folder: Path | None, lengths: Sequence[int], sh
     kept = _read(folder / FILE, machine) if folder is not None else {}
     sizes = _sizes(session, shared)  # of an engine that was built otherwise, others may be kept
     times = {key: seconds for key, seconds in kept.get(kind, {}).items() if key[0] in sizes}
+    mixes = session.limits.mixes and session.device.type == "cuda" and not shared
+    if mixes and not any(tokens for *_, tokens in times):
+        times = {}
     missing = [drafts for drafts in lengths or [0] if any((slots, drafts, 0) not in times for slots in sizes)]
     if not missing:
         return times
     missing = missing if lengths else []
     times |= {(slots, drafts, 0): seconds for (slots, drafts), seconds in measure(session, missing, shared).items()}
-    if session.limits.mixes and session.device.type == "cuda" and not shared:
+    if mixes:
         times |= measure_mixed(session, missing)
     if folder is not None:
         _write(folder / FILE, machine, {**kept, kind: times})
@@ -173,10 +177,12 @@ def _read(file: Path, machine: dict[str, str]) -> dict[str, MixedStepTimes]:
         kept = json.loads(file.read_text())
         if kept["machine"] != machine:
             return {}
-        return {
+        times = {
             kind: {(int(slots), int(drafts), int(tokens)): float(seconds) for slots, drafts, tokens, seconds in rows}
             for kind, rows in kept["times"].items()
         }
+        are_times = all(0 < seconds < math.inf for of in times.values() for seconds in of.values())
+        return times if are_times else {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
 
