@@ -185,10 +185,12 @@ def test_empty_biases_are_no_biases_and_others_are_refused(client, model):
         ("tensorrt_llm", ids_of([5], return_context_logits=True), "return_context_logits: true is not supported"),
         ("tensorrt_llm_bls", {"text_input": "a", "max_tokens": 2, "use_draft_logits": True}, "use_draft_logits: not"),
         ("preprocessing", {"QUERY": "a", "STOP_WORDS_DICT": ["x"] * 1000}, "STOP_WORDS_DICT: 1000 of them"),
+        ("tensorrt_llm_bls", {"max_tokens": 2}, "text_input: missing"),
+        ("tensorrt_llm_bls", {"text_input": "a", "max_tokens": 2, "num_draft_tokens": -1}, "num_draft_tokens: -1;"),
         ("ensemble", {"text_input": ["a", "b"], "max_tokens": 2}, "text_input"),
         # Triton would let such a stream wait for ever.
-        ("ensemble", {"text_input": "a", "draft": True}, "max_tokens: None: "),
-        ("ensemble", {"max_tokens": 2, "draft": True}, "text_input (QUERY): the prompt is empty"),
+        ("ensemble", {"text_input": "a", "draft": True}, "max_tokens: missing"),
+        ("ensemble", {"max_tokens": 2, "draft": True}, "text_input (QUERY): missing"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
@@ -239,6 +241,16 @@ def test_a_call_is_stopped_by_its_request_id_and_gives_what_it_has(client, unary
     assert ids[:2] == [5, 6]
     assert 2 <= len(ids) == result.as_numpy("sequence_length").item() < 1900
     assert result.as_numpy("finish_reason").item() == b"cancelled"
+
+
+def test_a_call_through_the_other_models_is_stopped_by_its_request_id(client, unary_server):
+    unary_server.wait_for_gauge("dflash_slots_in_use", 0)
+    answers = queue.SimpleQueue()
+    asked = tensors({"text_input": "a", "max_tokens": 1900, "ignore_eos": True, "draft": False})
+    client.async_infer("tensorrt_llm_bls", asked, lambda result, error: answers.put(error or result), request_id="9")
+    unary_server.wait_for_gauge("dflash_slots_in_use", 1)
+    assert client.infer("tensorrt_llm", tensors(STOP), request_id="9").as_numpy("output_ids") is None
+    assert answers.get(timeout=PATIENCE).as_numpy("finish_reason").item() == b"cancelled"
 
 
 def test_a_stop_that_names_no_request_is_refused(client):

@@ -439,7 +439,7 @@ def test_deployed_unary_every_model_answers_once(unary_client, tiny):
         assert unary_client.unary(model, text_input=CHAT, max_tokens=20)["text_output"] == CHAT + expected.text
     asked = {"input_ids": ids, "input_lengths": len(ids), "request_output_len": 20}
     assert unary_client.unary("tensorrt_llm", **asked)["output_ids"] == ids + expected.token_ids
-    with pytest.raises(InferenceServerException, match="streaming: this repository was deployed --unary"):
+    with pytest.raises(InferenceServerException, match="streaming: this repository was deployed or served --unary"):
         unary_client.unary("tensorrt_llm", streaming=True, **asked)
     with pytest.raises(InferenceServerException, match="stream: "):
         unary_client.unary("ensemble", text_input=CHAT, max_tokens=20, stream=True)

@@ -27,6 +27,7 @@ from trtllm_dflash import SamplingParams
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.serving import server as server_module
 from trtllm_dflash.serving import triton as triton_module
+from trtllm_dflash.serving.claim import SHARED_MEMORY
 from trtllm_dflash.serving.endpoints import Endpoints
 from trtllm_dflash.serving.repository import DeploySettings, deploy
 from trtllm_dflash.serving.server import RANK_MODEL, Server, find_cause
@@ -182,6 +183,18 @@ def test_a_temporary_folder_that_is_full_is_named(served_engine, monkeypatch):
     assert refused("--engine", served_engine).endswith("cannot be written: No space left on device (TMPDIR)")
 
 
+def test_shared_memory_that_is_full_is_named_and_nothing_stays(served_engine, monkeypatch, tmp_path):
+    def is_full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = set(SHARED_MEMORY.iterdir())
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("trtllm_dflash.serving.claim.Lifeline", is_full)
+    assert "/dev/shm: No space left on device; a server needs room there" in refused("--engine", served_engine)
+    assert not list(tmp_path.iterdir())
+    assert not {file for file in set(SHARED_MEMORY.iterdir()) - before if file.suffix == ".lock"}
+
+
 def test_a_truncated_engine_is_one_line_with_the_engines_own_error(triton, served_engine, tmp_path):
     engine = shutil.copytree(served_engine, tmp_path / "engine")
     with (engine / "rank0.safetensors").open("r+b") as file:
@@ -282,6 +295,11 @@ def test_what_cannot_be_served_is_refused_before_triton_starts(quick, served_eng
     of_another = tmp_path / "repository"
     deploy(build_tiny(tmp_path / "another"), of_another)
     assert "it is not for --engine" in refused("--engine", served_engine, "--repository", of_another)
+    damaged = tmp_path / "damaged"
+    deploy(served_engine, damaged)
+    (damaged / "preprocessing" / "1" / "model.py").unlink()
+    words = refused("--engine", served_engine, "--repository", damaged)
+    assert f"--repository {damaged}: {damaged}/preprocessing/1/model.py is missing; deploy again" in words
     assert "--max-queue: --repository has its own" in refused(*quick, "--max-queue", 3)
     for seconds in ("nan", "inf", "3e9", "-1"):
         assert f"--drain-seconds {float(seconds):g}: must be" in refused(*quick, "--drain-seconds", seconds)
@@ -341,6 +359,14 @@ def test_a_model_that_triton_gives_up_while_it_loads_is_loaded_once_more(code, t
     assert ("is not healthy" in (tmp_path / "log").read_text()) == (code is STALL)
 
 
+def test_a_models_process_that_ends_before_triton_looks_is_an_error(tmp_path, triton):
+    """Triton waits for it for ever."""
+    models = make_repository(tmp_path / "models")
+    (models / "echo" / "1" / "model.py").unlink()
+    with pytest.raises(EngineError, match="the process of a model ended before it began to load; the server's log"):
+        Server(models, ANYWHERE, log=tmp_path / "log", patience=PATIENCE).__enter__()
+
+
 def test_a_triton_that_aborts_at_every_start_is_an_error(tmp_path, triton):
     starts = tmp_path / "starts"
     models = make_repository(tmp_path / "models", initialize=f"open({str(starts)!r}, 'a').write('1'); {ABORT}")
@@ -366,6 +392,10 @@ def test_a_triton_that_aborts_at_every_start_is_an_error(tmp_path, triton):
             "port 81 is taken (--grpc-port)",
         ),
         (""""Poll failed for model directory 'm': no config" """, "Poll failed for model directory 'm': no config"),
+        (
+            """"Invalid argument: ensemble e contains models that are not available or ambiguous: m" """,
+            "Invalid argument: ensemble e contains models that are not available or ambiguous: m: deploy again",
+        ),
         (""""CudaDriverHelper has not been initialized." """, None),
     ],
 )
@@ -600,8 +630,19 @@ def test_an_environment_that_tritons_models_could_not_import_from_is_refused(whe
         wheel.prepare(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("found", "place"), [("/other/trtllm_dflash/__init__.py", "/other/trtllm_dflash"), ("", "nowhere")]
+)
+def test_models_that_would_import_another_package_are_refused(found, place, wheel, monkeypatch, tmp_path):
+    done = subprocess.CompletedProcess([], 0, stdout=f"{found}\n")
+    monkeypatch.setattr("subprocess.run", lambda *words, **options: done)
+    with pytest.raises(EngineError, match=f"Triton's models import trtllm_dflash from {place}, and this is /"):
+        wheel.prepare(tmp_path)
+
+
 def test_a_missing_libpython_is_refused_with_the_package(wheel, monkeypatch, tmp_path):
     done = subprocess.CompletedProcess([], 0, stdout="\tlibpython3.11.so.1.0 => not found\n")
+    monkeypatch.setattr("trtllm_dflash.serving.triton._check_installed", lambda: None)
     monkeypatch.setattr("subprocess.run", lambda *words, **options: done)
     with pytest.raises(EngineError, match=r"libpython3\.11\.so\.1\.0, .*: apt install libpython3\."):
         wheel.prepare(tmp_path)

@@ -40,6 +40,7 @@ class Call:
     tensors: Tensors
     sender: Any
     outputs: list[str]
+    request_id: str
     key: int = 0
     gone: threading.Event = field(default_factory=threading.Event)
 
@@ -64,7 +65,7 @@ class BLSModel:
             try:
                 requested = set(request.requested_output_names())
                 outputs = [name for name in self._outputs if name in requested]
-                call = Call(read_tensors(request), sender, outputs)
+                call = Call(read_tensors(request), sender, outputs, request.request_id())
                 self._outbox.put(partial(self._outbox.watch, sender, partial(self._cancel, call)))
                 self._workers.submit(self._answer, call)
             except Exception as error:  # one request's fault is no other's
@@ -91,6 +92,8 @@ class BLSModel:
 
     def _generate(self, call: Call) -> Tensors:
         fields = Fields(call.tensors)
+        if "text_input" not in fields:
+            raise fields.refusal("text_input", "missing")
         if fields.scalar("stream", False):
             raise fields.refusal("stream", "tensorrt_llm_bls answers once; use ensemble to stream")
         if fields.scalar("use_draft_logits", False):
@@ -109,12 +112,15 @@ class BLSModel:
             "input_lengths": prompt["REQUEST_INPUT_LEN"],
             "request_key": prompt["REQUEST_KEY"],
         }
-        if "num_draft_tokens" in call.tensors:  # how many are made is the scheduler's choice, as for every request
+        if "num_draft_tokens" in fields:  # how many are made is the scheduler's choice, as for every request
+            if fields.scalar("num_draft_tokens") < 0:
+                raise fields.refusal("num_draft_tokens", f"{fields.scalar('num_draft_tokens')}; give 0 or more")
             tensors.setdefault("draft", call.tensors["num_draft_tokens"] > 0)
         if call.gone.is_set():
             raise CancelledError("the request was cancelled")
         outputs = [name for name in call.outputs if name != "text_output"]
-        found = inner.infer(inner.ENGINE_MODEL, tensors, ["output_text", *outputs], self._decoupled)
+        wanted = ["output_text", *outputs]
+        found = inner.infer(inner.ENGINE_MODEL, tensors, wanted, self._decoupled, call.request_id)
         return {**found, "text_output": found["output_text"].reshape(-1)}  # [1], as from `postprocessing`
 
     def _cancel(self, call: Call) -> None:

@@ -4,6 +4,7 @@ Names are TensorRT-LLM's where it has them.
 """
 
 import json
+import math
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,10 @@ def choice_values(fields: Fields) -> dict[str, Any]:
     ids, biases = fields.row("logit_bias_ids"), fields.row("logit_bias_values")
     if len(ids) != len(biases):
         raise fields.refusal("logit_bias_values", f"{len(biases)} of them, but {len(ids)} logit_bias_ids")
+    if len(set(ids)) < len(ids):
+        raise fields.refusal("logit_bias_ids", "a token is in it twice")
+    if not all(map(math.isfinite, biases)):
+        raise fields.refusal("logit_bias_values", "one is not a finite number")
     values["logit_bias"] = dict(zip(ids, biases, strict=True))
     values["structured"] = _structured(fields)
     return values

@@ -10,10 +10,11 @@ import secrets
 import shutil
 import stat
 import tempfile
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
+from trtllm_dflash.errors import EngineError
 from trtllm_dflash.serving.lifeline import FOLDER, Lifeline
 from trtllm_dflash.serving.processes import MARK, find_processes, kill_processes
 from trtllm_dflash.session.launcher import MPI_FILES, mpi_memory
@@ -33,12 +34,28 @@ class Claim:
         name: begins the names of files in shared memory, and is in the environment of the processes.
         folder: a temporary folder of its own.
         control: a folder in it, by which its processes know it.
+
+    Raises:
+        EngineError: there is no room for them.
     """
 
     def __init__(self) -> None:
         self.name = f"{_PREFIX}{secrets.token_hex(4)}"
+        self._noted: set[Path] = set()
+        with ExitStack() as undo:
+            try:
+                self._take(undo)
+            except OSError as error:
+                place = Path(error.filename or SHARED_MEMORY)
+                knob = "TMPDIR" if place.is_relative_to(tempfile.gettempdir()) else "docker run --shm-size"
+                raise EngineError(f"{place}: {error.strerror}; a server needs room there ({knob})") from None
+            undo.pop_all()
+
+    def _take(self, undo: ExitStack) -> None:
+        undo.callback(_lock_of(self.name).unlink, missing_ok=True)
         self._lock = _locked(_lock_of(self.name))
         self.folder = Path(tempfile.mkdtemp(prefix=f"{self.name}-"))
+        undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
         self._lock.write(bytes(self.folder))
         self._lock.flush()
         # Whoever cleans up old temporary files passes over a locked folder and what is in it (tmpfiles.d(5)).
@@ -47,7 +64,6 @@ class Claim:
         self.control = self.folder / "control"
         self.control.mkdir()
         self._lifeline = Lifeline(self.control)
-        self._noted: set[Path] = set()
 
     @property
     def environment(self) -> dict[str, str]:

@@ -15,9 +15,10 @@ from typing import Any, cast
 
 import numpy as np
 import triton_python_backend_utils as pb_utils  # type: ignore[import-not-found]
+from pydantic import ValidationError
 
 from trtllm_dflash.engine.directory import read_config
-from trtllm_dflash.errors import CancelledError, DFlashError, RequestError
+from trtllm_dflash.errors import CancelledError, DFlashError, RequestError, SettingsError
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.runtime.request import TokenLogprobs, Update, fault_of
 from trtllm_dflash.runtime.service import Ticket
@@ -99,7 +100,13 @@ class EngineModel:
         limit_threads(stored)
         kernels = cast(Kernels, parameter(config, "kernels"))
         texts = {name: parameter(config, name) for name in ServiceSettings.model_fields}
-        settings = ServiceSettings.model_validate(texts)
+        try:
+            settings = ServiceSettings.model_validate(texts)
+        except ValidationError as error:
+            (name, *_), reason = error.errors()[0]["loc"], error.errors()[0]["msg"]
+            raise SettingsError(
+                f"config.pbtxt of {config['name']}: {name} {texts[str(name)]}: {reason}; deploy again"
+            ) from None
         length = settings.draft_length if settings.draft else 0
         tree = tree_beside(parameter(config, "draft_tree"), length, stored.block_size)
         self._llm = self.open(engine, parameter(config, "device"), kernels, tree)

@@ -29,19 +29,26 @@ class InnerError(Exception):
         self.response = response
 
 
-def infer(model: str, tensors: Tensors, outputs: Iterable[str], decoupled: bool = False) -> Tensors:
+def infer(
+    model: str, tensors: Tensors, outputs: Iterable[str], decoupled: bool = False, request_id: str = ""
+) -> Tensors:
     """Calls a model that answers once, and waits for the answer.
 
     Args:
         tensors: its inputs, each [1, ...].
         decoupled: whether it is a model that could answer more often.
+        request_id: the client's own name for the request, by which it may be ended.
 
     Raises:
         InnerError: it answers with an error.
     """
     inputs = [pb_utils.Tensor(name, tensor) for name, tensor in tensors.items()]
     request = pb_utils.InferenceRequest(
-        model_name=model, requested_output_names=list(outputs), inputs=inputs, parameters={CODED_ERRORS: True}
+        request_id=request_id,
+        model_name=model,
+        requested_output_names=list(outputs),
+        inputs=inputs,
+        parameters={CODED_ERRORS: True},
     )
     if not decoupled:
         return _read(request.exec())

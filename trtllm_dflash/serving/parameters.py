@@ -174,7 +174,7 @@ def parse_request(fields: Fields, decoupled: bool, echo: bool, choices: Mapping[
         raise fields.refusal("decoder_input_ids", "not supported: this model has no encoder; leave it out")
     streaming = fields.scalar("streaming", False)
     if streaming and not decoupled:
-        raise fields.refusal("streaming", "this repository was deployed --unary; deploy it --decoupled to stream")
+        raise fields.refusal("streaming", "this repository was deployed or served --unary, which does not stream")
     deadline = fields.scalar("deadline_ms")
     return EngineRequest(
         prompt_ids=_prompt_ids(fields),
@@ -206,6 +206,8 @@ def _sampling_params(fields: Fields, choices: Mapping[str, Any]) -> SamplingPara
     check_stops(fields, "stop_words", stops, "characters")
     check_stops(fields, "stop_words_list", runs, "tokens")
     temperature, top_k, top_p = _filters(fields)
+    if "request_output_len" not in fields:
+        raise fields.refusal("request_output_len", "missing")
     values = {
         "max_tokens": fields.scalar("request_output_len"),
         "temperature": temperature,

@@ -33,6 +33,7 @@ _OUTPUTS = (
 #: As clients of the ensemble know them, and this model's own names.
 _NAMES = {
     "QUERY": "text_input (QUERY)",
+    "REQUEST_OUTPUT_LEN": "max_tokens (REQUEST_OUTPUT_LEN)",
     "EMBEDDING_BIAS_WORDS": "embedding_bias_words",
     "EMBEDDING_BIAS_WEIGHTS": "embedding_bias_weights",
 }
@@ -102,6 +103,8 @@ class PreprocessingModel:
         return np.array([[tokens + [0] * (width - len(tokens)), ends + [-1] * (width - len(ends))]], np.int32)
 
     def _encode(self, fields: Fields) -> list[int]:
+        if "QUERY" not in fields:
+            raise fields.refusal("QUERY", "missing")
         try:
             return self._intake.encode("".join(fields.texts("QUERY")))
         except RequestError as error:

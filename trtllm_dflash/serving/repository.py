@@ -156,7 +156,8 @@ def streaming_and_deadline(repository: Path) -> tuple[bool, float]:
     Raises:
         SettingsError: somebody has written something else there.
     """
-    text = (repository / "tensorrt_llm" / "config.pbtxt").read_text("utf-8") if is_repository(repository) else ""
+    file = repository / "tensorrt_llm" / "config.pbtxt"
+    text = file.read_text("utf-8", "replace") if is_repository(repository) else ""
     written = dict(re.findall(r'key: "(decoupled|deadline_seconds)" value { string_value: "(.*?)"', text))
     try:
         values = {name: value == "true" if name == "decoupled" else float(value) for name, value in written.items()}

@@ -110,7 +110,10 @@ def serving(
             # Its own path may be one that Triton's shell reads otherwise, as below.
             _linked(served, repository, stack)
         server = Server(served, endpoints, config.tp, log, progress, drain_seconds=drain_seconds)
-        stack.enter_context(server)
+        try:
+            stack.enter_context(server)
+        except EngineError as error:  # which names the link where it means what it leads to
+            raise EngineError(str(error).replace(str(served), str(repository or served))) from None
         gateway = stack.enter_context(GatewayThread(app, endpoints)) if app is not None else None
         try:
             yield Serving(server, gateway)
@@ -144,6 +147,10 @@ def _check_repository(repository: Path, engine: Path) -> None:
         raise SettingsError(f"--repository {repository}: there is no such directory; make one: trtllm-dflash deploy")
     if not any(repository.glob("*/config.pbtxt")):
         raise SettingsError(f"--repository {repository}: holds no model; make one: trtllm-dflash deploy")
+    for config in repository.glob("*/config.pbtxt"):
+        code = config.parent / "1" / "model.py"
+        if 'backend: "python"' in config.read_text(errors="replace") and not code.is_file():
+            raise SettingsError(f"--repository {repository}: {code} is missing; deploy again")
     name = f"{RANK_MODEL}/config.pbtxt"
     (line,) = [line for line in render(engine, DeploySettings())[name].splitlines() if '"engine"' in line]
     # One without this model is somebody's own, and as good as they made it.

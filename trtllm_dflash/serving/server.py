@@ -198,7 +198,8 @@ class Server:
                 raise EngineError(f"Triton is not ready after {self.patience:g} s; its log: {self.log}")
             loaded = len(re.findall(rb'"successfully loaded \'', self._read_log(self.log)))
             self.progress("loading", loaded, models)
-            stalls.look()
+            if stalls.look():
+                raise EngineError(f"the process of a model ended before it began to load; the server's log: {self.log}")
             time.sleep(_PAUSE)
         self.progress("loading", models, models)
         self._members = [it for it in find_processes(self._claim.name) if it.what and it.pid != self.pid]
@@ -319,6 +320,10 @@ def find_cause(log: str) -> str | None:
     for message in messages:
         if message.startswith(("Poll failed for model directory", "failed to start")):
             return " ".join(message.split())
+    for message in messages:  # of a repository that is not whole
+        lacks = re.search(r"ensemble \S+ contains models that are not available|at least one version must be", message)
+        if lacks is not None:
+            return f"{' '.join(message.split())}: deploy again"
     return None
 
 

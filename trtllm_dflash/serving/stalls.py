@@ -33,15 +33,21 @@ class Stalls:
         self._processes = processes
         self._looked = time.monotonic()
         self._waited_for: dict[int, float] = {}  # since when
+        self._unseen: dict[int, float] = {}  # ended, since when
         self._ended = False
 
-    def look(self) -> None:
-        """Ends models' processes that Triton has given up, though they run, and waits for; call it often."""
+    def look(self) -> bool:
+        """Ends models' processes that Triton has given up, though they run, and waits for; call it often.
+
+        Returns:
+            Whether a model's process has ended so early that Triton did not see it, and waits for ever.
+        """
         now = time.monotonic()
         if now - self._looked < _LOOK:
-            return
+            return False
         self._looked = now
         processes = list(self._processes())
+        self._unseen = {pid: self._unseen.get(pid, now) for pid in _ended_models(set(processes))}
         models = set(filter(_runs_a_model, processes))
         self._waited_for = {pid: self._waited_for.get(pid, now) for pid in models & _waited_for(processes)}
         for pid, since in self._waited_for.items():
@@ -49,6 +55,7 @@ class Stalls:
                 self._ended = True
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+        return any(now - since > _PATIENCE for since in self._unseen.values())
 
     def explain(self, code: int | None, log: bytes) -> bool:
         """Tells whether a server that ended with this code and log took the living process of a model for dead."""
@@ -59,6 +66,18 @@ def _runs_a_model(pid: int) -> bool:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].endswith(STUB.encode())
     return False
+
+
+def _ended_models(parents: set[int]) -> set[int]:
+    """Finds the processes of models that have ended, and of which their parent has not taken note."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ends as we look
+            name, _, rest = (entry / "stat").read_bytes().partition(b"(")[2].rpartition(b")")
+            state, parent = rest.split()[:2]
+            if state == b"Z" and int(parent) in parents and STUB.encode().startswith(name):
+                found.add(int(entry.name))
+    return found
 
 
 def _waited_for(processes: Iterable[int]) -> set[int]:

@@ -14,6 +14,7 @@ from trtllm_dflash.errors import (
     DFlashError,
     QueueFullError,
     RequestError,
+    SettingsError,
     ShutdownError,
 )
 from trtllm_dflash.serving.parameters import CODED_ERRORS, COMPLETE, Tensors
@@ -85,5 +86,12 @@ def string_tensor(texts: list[str]) -> NDArray[np.object_]:
 
 
 def parameter(model_config: dict[str, Any], name: str) -> str:
-    """Reads a parameter of a model's configuration."""
-    return str(model_config["parameters"][name]["string_value"])
+    """Reads a parameter of a model's configuration.
+
+    Raises:
+        SettingsError: an older version has deployed it, or somebody has removed it.
+    """
+    try:
+        return str(model_config["parameters"][name]["string_value"])
+    except KeyError:
+        raise SettingsError(f"config.pbtxt of {model_config['name']}: no parameter {name}; deploy again") from None

@@ -51,6 +51,7 @@ class Triton:
         for place in (sys.prefix, __file__):
             if not is_named(Path(place)):
                 raise EngineError(f"{place}: Triton's Python models import from ASCII paths alone; install elsewhere")
+        _check_installed()
         # The process of a Python model takes its interpreter's prefix, and so its packages, from `python3` on PATH.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         environment = {**os.environ, "PATH": path}
@@ -92,6 +93,22 @@ class Triton:
         _check_libraries(self.executable, environment)
         _check_libraries(stub, environment)
         return [str(self.executable), f"--backend-directory={folder / 'backends'}"], environment
+
+
+def _check_installed() -> None:
+    """Checks that models, whose interpreters read no PYTHONPATH, import this package and no other.
+
+    Raises:
+        EngineError: they import another, or none.
+    """
+    own = Path(__file__).parents[1]
+    search = f"import importlib.util; print(getattr(importlib.util.find_spec({own.name!r}), 'origin', ''))"
+    found = subprocess.run([sys.executable, "-I", "-c", search], capture_output=True, text=True).stdout.strip()
+    if not found or Path(found).parent.resolve() != own.resolve():
+        raise EngineError(
+            f"Triton's models import {own.name} from {Path(found).parent if found else 'nowhere'}, and this is "
+            f"{own}: install this one (pip install {own.parent}), or run that one's trtllm-dflash"
+        )
 
 
 def is_named(place: Path) -> bool:
