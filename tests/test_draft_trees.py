@@ -216,7 +216,8 @@ def test_log_probabilities_are_those_of_the_accepted_rows(tiny, prompts):
         tiny.generate(prompts[2:], params, draft=False),
         strict=True,
     ):
-        assert mine.logprobs == plain.logprobs
+        assert mine.logprobs == plain.logprobs and len(mine.logprobs) == len(mine.token_ids)
+        assert mine.accepted_tokens
 
 
 @pytest.mark.slow

@@ -267,9 +267,6 @@ def test_the_reader_gets_the_final_channel(case, codec, encoding):
     assert shown + reply.release() == reply.text == expected
 
 
-CALL = [("call", "weather"), ("arguments", '{"city": "Zürich"}')]
-
-
 @pytest.mark.parametrize(
     ("written", "expected"),
     [

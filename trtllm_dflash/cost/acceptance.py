@@ -70,7 +70,7 @@ def check_acceptance(flag: str, tokens: float, block: int) -> None:
     """Checks that a block of so many rows can commit that many tokens a step.
 
     Raises:
-    SettingsError: it cannot; names the flag.
+        SettingsError: it cannot; names the flag.
     """
     if not 1 <= tokens <= block:
         raise SettingsError(f"{flag} {tokens:g}: a block of {block} rows commits 1 to {block} tokens a step")

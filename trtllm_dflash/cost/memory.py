@@ -354,7 +354,7 @@ def cache_bytes(config: EngineConfig, paging: Paging) -> int:
 
 
 def _scratch(config: EngineConfig, gpu: GPU | None) -> int:
-    """Bytes of activations in the larger of the two profiles: the widest layer's, the taps, and the logits in FP32."""
+    """Bytes of activations (TensorRT: in the larger of its profiles): the widest layer's, taps, and logits in FP32."""
     target, size = config.target, config.dtype.itemsize
     taps = len(config.drafter.tap_layers) if config.drafter else 0
     shared = units_per_rank(target.heads, config.tp) * max(target.head_sizes)

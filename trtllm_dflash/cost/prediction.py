@@ -35,7 +35,7 @@ from trtllm_dflash.kernels import (
 from trtllm_dflash.models import target_weights
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.planned import PlannedConfig
-from trtllm_dflash.models.weights import WeightPrecision
+from trtllm_dflash.models.weights import WeightPrecision, units_per_rank
 from trtllm_dflash.step import Drafting
 
 #: Of a predicted step against a measured one, at most; tests/test_plan.py compares them. Of dense models and of
@@ -212,7 +212,7 @@ def _has_single_rows(config: EngineConfig, gpu: PublishedGPU, part: PartWork) ->
     """Whether our kernel appends a slot's only row and attends in one launch."""
     target, is_plain = config.target, part.rows_of_slot == 1 and not part.nets
     is_known = _runs_kernels(config) and gpu.hopper and config.cache_dtype == config.dtype
-    heads, kv_heads = (max(count // config.tp, 1) for count in (target.heads, target.kv_heads))
+    heads, kv_heads = (units_per_rank(count, config.tp) for count in (target.heads, target.kv_heads))
     fits = fits_single_rows(heads, kv_heads, target.head_size, part.rows, _HOPPER_PROCESSORS)
     return is_plain and is_known and fits and target.latent_attention is None
 

@@ -16,7 +16,6 @@ class Stay:
     """A sequence's stay in a slot, from its admission until it ends or has to wait again.
 
     Attributes:
-        total: slots in all.
         prompt: tokens to read before it decodes: its prompt, and those of its reply that earlier stays gave it.
         drafts: whether drafts are made for it.
         launched: how many tokens of the prompt have rows, or will by the steps that were launched.

@@ -16,13 +16,13 @@ _VALUES: dict[str, tuple[type, ...]] = {
 }
 
 #: Texts that a reply may be held to one of: a step looks at all that are left.
-MOST_CHOICES = 1000
+MOST_TEXTS = 1000
 
 _WORDS = {
     "json_object": "takes no value",
     "json_schema": "is a JSON schema: an object, true or false",
     "regex": "is a text",
-    "choice": "is a list of 1 to 1,000 texts, none of them empty",
+    "choice": f"is a list of 1 to {MOST_TEXTS:,} texts, none of them empty",
     "grammar": "is a text, in Lark's form",
 }
 
@@ -47,7 +47,7 @@ class Structured(BaseModel):
     def _check_value(self) -> "Structured":
         fits = isinstance(self.value, _VALUES[self.kind])
         if fits and self.kind == "choice":
-            fits = 0 < len(self.value) <= MOST_CHOICES and all(isinstance(text, str) and text for text in self.value)
+            fits = 0 < len(self.value) <= MOST_TEXTS and all(isinstance(text, str) and text for text in self.value)
         if not fits:
             raise ValueError(f"value of {self.kind} {_WORDS[self.kind]}")
         return self

@@ -58,6 +58,10 @@ class UnavailableError(DFlashError):
     """No Triton server answers, or it does not serve the engine yet."""
 
 
+#: Settings of a reply that have no tensor here.
+_UNSENT = ("stop_token_ids", "stop_token_sequences", "bad_token_sequences")
+
+
 @dataclass(frozen=True)
 class TokenRequest:
     """The inputs of a request to a served engine.
@@ -80,6 +84,11 @@ class TokenRequest:
     request_id: str = ""
     wants_ids: bool = True
     mark: str = field(init=False, compare=False, default_factory=lambda: secrets.token_hex(8))
+
+    def __post_init__(self) -> None:
+        for name in _UNSENT:
+            if getattr(self.params, name):
+                raise RequestError("it is not sent to a server; give texts (stop, bad_words)", name)
 
     @property
     def name(self) -> str:

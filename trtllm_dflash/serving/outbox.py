@@ -10,8 +10,8 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
-_POLL_SECONDS = 0.02  # between two questions whether one request's client is gone
-_LEAST_PAUSE = 0.005  # between two questions at all: each is a round trip of 0.1 ms to Triton's process
+POLL_SECONDS = 0.02  # between two questions whether one request's client is gone
+LEAST_PAUSE = 0.005  # between two questions at all: each is a round trip of 0.1 ms to Triton's process
 _MOST_QUESTIONS = 8  # at once, for those that were due while a step's responses were sent
 _IDLE_SECONDS = 0.01
 _QUIET_SECONDS = 0.1  # where no client waits, and nothing else is under way
@@ -83,7 +83,7 @@ class Outbox:
     def _look_around(self) -> None:
         now = time.monotonic()
         if self._watched:
-            due = int((now - self._polled) / max(_LEAST_PAUSE, _POLL_SECONDS / len(self._watched)))
+            due = int((now - self._polled) / max(LEAST_PAUSE, POLL_SECONDS / len(self._watched)))
             for _ in range(min(due, _MOST_QUESTIONS, len(self._watched))):
                 self._polled = now
                 self._poll_next()

@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from trtllm_dflash.errors import RequestError
 from trtllm_dflash.serving import inner
 from trtllm_dflash.serving.lifeline import hold_lifeline
+from trtllm_dflash.serving.outbox import LEAST_PAUSE, POLL_SECONDS
 from trtllm_dflash.serving.parameters import Fields
 from trtllm_dflash.serving.tensors import error_response, parameter, read_tensors, response, string_tensor
 
-_POLL_SECONDS = 0.02  # between two questions whether one request's client is gone
-_LEAST_PAUSE = 0.005  # between two questions at all: each takes 0.1 ms
 _REMEMBERED = 4096  # requests that are running
 
 
@@ -74,7 +73,7 @@ class PostprocessingModel:
         if not self._decoupled:
             return
         now = time.monotonic()
-        if now - self._last_polled < _LEAST_PAUSE or now - self._polled.get(key, 0.0) < _POLL_SECONDS:
+        if now - self._last_polled < LEAST_PAUSE or now - self._polled.get(key, 0.0) < POLL_SECONDS:
             return
         self._last_polled = self._polled[key] = now
         self._polled.move_to_end(key)

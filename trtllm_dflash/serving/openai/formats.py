@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from typing_extensions import Self
 
-from trtllm_dflash.runtime.structured import MOST_CHOICES, Structured
+from trtllm_dflash.runtime.structured import MOST_TEXTS, Structured
 from trtllm_dflash.serving.openai.errors import ApiError
 from trtllm_dflash.serving.openai.json_fields import JsonFields
 from trtllm_dflash.serving.openai.messages import asked_of
@@ -109,9 +109,9 @@ class StructuredOutputs(BaseModel):
     json_schema: Annotated[JsonFields | None, BeforeValidator(_parsed), Field(alias="json")] = None
     json_object: bool | None = None
     regex: str | None = None
-    choice: (
-        Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MOST_CHOICES)] | None
-    ) = None
+    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MOST_TEXTS)] | None = (
+        None
+    )
     grammar: str | None = None
 
     @model_validator(mode="before")

@@ -12,9 +12,10 @@ from trtllm_dflash.text.reply.grammar_terms import REMARKS, TERMINALS, Callee, M
 from trtllm_dflash.text.reply.harmony_form import harmony_head, harmony_start
 from trtllm_dflash.text.reply.held_schema import LONGEST, held, patterns_of
 from trtllm_dflash.text.reply.llama3_form import opening
+from trtllm_dflash.text.reply.parts import LONGEST_MEMBER
 from trtllm_dflash.text.reply.schema_parts import SHARED, standing_alone
 from trtllm_dflash.text.reply.thinking import CLOSING, OPENING
-from trtllm_dflash.text.reply.xml_call import LONGEST_NAME, Tags, types_of
+from trtllm_dflash.text.reply.xml_call import Tags, types_of
 
 _SCALARS = frozenset({"string", "null", "boolean", "integer", "number"})
 
@@ -188,7 +189,7 @@ def _xml_call(tags: Tags, rule: str, function: Callee, before: str, after: str) 
             raise _too_long(function)
     if is_open:
         parameters.append(f"{rule}_any*")
-        rules += _parameter(tags, f"{rule}_any", rf'/[^<>"\n]{{1,{LONGEST_NAME}}}/', more, function)
+        rules += _parameter(tags, f"{rule}_any", rf'/[^<>"\n]{{1,{LONGEST_MEMBER}}}/', more, function)
     head = f"{before}{tags.function}{function.name}{tags.name_end}\n"
     body = " ".join([text(head), *parameters, text(tags.function_end + after)])
     return [f"{rule}: {body}", *rules]

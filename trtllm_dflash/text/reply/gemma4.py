@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trtllm_dflash.text.reply.json_call import is_text, refuse_constant
-from trtllm_dflash.text.reply.parts import MarkupParser, without_newlines
+from trtllm_dflash.text.reply.parts import LONGEST_MEMBER, MarkupParser, without_newlines
 from trtllm_dflash.text.stream import held
 
 CHANNEL, CHANNEL_END = "<|channel>", "<channel|>"
@@ -30,7 +30,6 @@ _WORDS = {"True": "true", "False": "false", "None": "null", "none": "null", "nil
 _BARE_END = re.compile(rf"[,}}\]]|{re.escape(CALL_END)}")
 _IN_JSON = re.compile(r'(?:[^"\\]|\\.)*', re.DOTALL)  # a text in JSON, between its quotes
 _BLANKS = " \n\t\r"
-_LONGEST_NAME = 256  # characters of a member's name
 
 
 class Arguments:
@@ -79,7 +78,7 @@ class Arguments:
             return self._close()
         if self._buffer.startswith(QUOTE):
             name, end, rest = self._buffer.removeprefix(QUOTE).partition(QUOTE)
-            if len(name) - (0 if end else held(name, QUOTE)) > _LONGEST_NAME:
+            if len(name) - (0 if end else held(name, QUOTE)) > LONGEST_MEMBER:
                 return self._break()
             if not end:
                 return False
@@ -87,7 +86,7 @@ class Arguments:
             return False
         else:
             name, end, rest = self._buffer.partition(":")
-            if len(name) > _LONGEST_NAME or any(mark in name for mark in ("{", "}", "[", "]", ",", CALL_END)):
+            if len(name) > LONGEST_MEMBER or any(mark in name for mark in ("{", "}", "[", "]", ",", CALL_END)):
                 return self._break()
             if not end:
                 return False

@@ -12,6 +12,8 @@ PartKind = Literal["thinking", "content", "call", "arguments"]
 #: Newlines before a marker that are none of the text, and blanks that may stand between two tags. Others are text, so
 #: that few are kept back.
 MOST_BLANKS = 64
+#: Characters of a function's, a parameter's or a member's name in a reply.
+LONGEST_MEMBER = 256
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trtllm_dflash.text.reply.json_call import begun_object, refuse_constant
-from trtllm_dflash.text.reply.parts import MOST_BLANKS, MarkupParser
+from trtllm_dflash.text.reply.parts import LONGEST_MEMBER, MOST_BLANKS, MarkupParser
 from trtllm_dflash.text.stream import held
-
-LONGEST_NAME = 256  # characters of a function's or a parameter's name
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ class XmlCallParser(MarkupParser):
 
     def _named(self) -> bool:
         name, end, rest = self._buffer.partition(self._tags.name_end)
-        if len(name) > LONGEST_NAME or "\n" in name or (end and name not in self._schemas):
+        if len(name) > LONGEST_MEMBER or "\n" in name or (end and name not in self._schemas):
             return self._refuse()
         if not end:
             return False
@@ -124,7 +122,7 @@ class XmlCallParser(MarkupParser):
     def _key(self) -> bool:
         key, end, rest = self._buffer.partition(self._tags.name_end)
         begun = 0 if end else held(key, self._tags.name_end)
-        if len(key) - begun > LONGEST_NAME:
+        if len(key) - begun > LONGEST_MEMBER:
             self._state = self._between  # no argument: it is left out
             return True
         if not end:
