@@ -10,7 +10,7 @@ The constants were fitted to captured steps at batch 1, 8 and 32, plain and draf
 an H200 and an H100, all at once and so that the largest error is the least: `RECORDS` in tests/test_plan.py lists them.
 They say what steps take, not what each kernel would alone. Later, with the others held, gated delta nets of several
 rows were fitted to steps by today's kernels, and rounded rows to steps of drafters in FP8. Those of sums were fitted to
-sums alone, and the latency of layers over ranks to steps on two and four GPUs (tensor-parallel-h200.md).
+sums alone (tensor-parallel-h200.md).
 """
 
 from collections.abc import Sequence
@@ -46,8 +46,8 @@ FP8_CACHE_ERROR_BOUND = FASTEST_GPU_ERROR_BOUND = 0.08
 
 _STREAM = 1.018  # of a copy's rate, that weights are read at: a copy writes as much as it reads
 _JOIN = 2.68  # the exponent that joins memory's and arithmetic's time: their maximum were infinity, their sum 1
-# Seconds a layer: of few rows, whose products norm them and call for weights early; of more; and of more over ranks.
-_LAYER_OF_FEW, _LAYER, _LAYER_OVER_RANKS = 15.6e-6, 26.1e-6, 40.9e-6
+# Seconds a layer: of few rows, whose products norm them and call for weights early; and of more.
+_LAYER_OF_FEW, _LAYER = 15.6e-6, 26.1e-6
 _ROW = 82e-9  # seconds a layer for each row, of 4,096 numbers, divided by the ranks
 _ROW_SIZE = 4096
 
@@ -190,8 +190,7 @@ def _rounding(config: EngineConfig, gpu: PublishedGPU, part: PartWork) -> float:
 
 
 def _layer_latency(config: EngineConfig, gpu: PublishedGPU, part: PartWork) -> float:
-    of_many = _LAYER if config.tp == 1 else _LAYER_OVER_RANKS
-    latency = _LAYER_OF_FEW if part.rows <= SKINNY_ROWS else of_many
+    latency = _LAYER_OF_FEW if part.rows <= SKINNY_ROWS else _LAYER
     latency += _FP8_CACHES if config.cache_dtype.itemsize < config.dtype.itemsize else 0.0
     latency -= _SINGLE_ROWS if _has_single_rows(config, gpu, part) else 0.0
     moe = config.target.moe
