@@ -269,6 +269,12 @@ def test_acceptance_comes_from_the_servers_metrics_where_replies_do_not_tell():
     assert all(body["return_spec_tokens_details"] for body in asked)
 
 
+def test_one_servers_metrics_tell_nothing_of_either_side():
+    with saying([THE], metrics="sglang:spec_accept_length 5.37\n") as (url, _):
+        _, report = compared(url, url, number=1)
+    assert report["a"]["acceptance_length"] is None and report["b"]["acceptance_length"] is None
+
+
 def test_requests_are_greedy_and_carry_the_further_fields():
     with saying([THE]) as (url, asked), saying([THE]) as (other, others):
         compared(url, other, "--body-a", '{"chat_template_kwargs": {"enable_thinking": false}}', number=1, tokens=7)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def bench() -> None:
-    """Measure what this machine makes of an engine."""
+    """Benchmark the decoding steps of an engine or of a model's shape."""
 
 
 @bench.command("step")
@@ -31,7 +31,7 @@ def bench() -> None:
     "fp8-blocks (as FP8 checkpoints are published: experts too).",
 )
 @click.option("--tp", type=int, help="--shape: tensor-parallel ranks.  [default: 1]")
-@click.option("--layers", type=int, help="--shape: layers of the target, for a smaller try.  [default: the shape's]")
+@click.option("--layers", type=int, help="--shape: layers of the target, for a smaller model.  [default: the shape's]")
 @click.option("--drafter-precision", help="--shape: fp8: of the drafter's matrices.  [default: the target's]")
 @click.option("--kv", help="--shape: fp8: of the caches.  [default: --precision's own type]")
 @click.option("--draft-vocab", type=int, help="--shape: tokens that can be drafted.  [default: all]")
@@ -40,13 +40,17 @@ def bench() -> None:
 @click.option("--batch", metavar="N,N,...", help="Slots that decode together.  [default: 1,8,32]")
 @click.option("--rows", metavar="N,N,...", help="Rows a step verifies; 1: no drafts.  [default: 1, half a block, all]")
 @click.option("--cache-length", type=int, help="Tokens that each slot holds.  [default: 1024, or less where less fits]")
-@click.option("--simulate-acceptance", type=float, help="Tokens a step to impose on the whole block, for tokens/s.")
+@click.option(
+    "--simulate-acceptance", type=float, help="Impose this many tokens a step with the whole block, for tokens/s."
+)
 @draft_tree_option
-@click.option("--share-rows", is_flag=True, default=None, help="Also drafted steps whose slots share their rows.")
-@click.option("--rounds", type=int, help="The median is taken of so many.  [default: 7]")
-@click.option("--steps", type=int, help="In a round.  [default: 20]")
+@click.option("--share-rows", is_flag=True, default=None, help="Also time drafted steps whose slots share their rows.")
+@click.option("--rounds", type=int, help="Rounds; the median counts.  [default: 7]")
+@click.option("--steps", type=int, help="Steps in a round.  [default: 20]")
 @click.option("--json", "json_file", type=click.Path(path_type=Path, dir_okay=False), help="Write JSON to this file.")
-@click.option("--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw it: a .png, .pdf or .svg file.")
+@click.option(
+    "--plot", type=click.Path(path_type=Path, dir_okay=False), help="Draw the result into a .png, .pdf or .svg file."
+)
 def bench_step(json_file: Path | None, plot: Path | None, **flags: Any) -> None:
     """Time plain and drafted steps against the least that they could take."""
     from trtllm_dflash.bench.plot import check_plot, plot_steps

@@ -26,29 +26,41 @@ _PLUGIN = Path(__file__).parents[2] / "plugins" / "build" / "libdflash_plugin.so
     help="fp32, bf16, fp16, fp8 or nvfp4; auto: the fewest bits that the GPU multiplies and the checkpoint allows.  "
     "[default: a quantized checkpoint's own, else bf16 with a GPU, fp32 without]",
 )
-@click.option("--tp", type=int, help="Tensor-parallel ranks.")
+@click.option("--tp", type=int, help="Tensor-parallel ranks.  [default: 1]")
 @click.option("--ep", is_flag=True, default=None, help="Whole experts on each rank, not a slice of each.")
 @click.option("--max-batch", type=int, help="Slots: sequences at a time.  [default: the pair's, or what fits]")
-@click.option("--max-seq-len", type=int, help="Prompt and reply together, tokens.  [default: likewise]")
-@click.option("--chunk", type=int, help="Prompt tokens in one prefill step.")
-@click.option("--block-size", type=int, help="Bonus token and drafts; at most the drafter's.")
+@click.option(
+    "--max-seq-len",
+    type=int,
+    help="Most tokens of a prompt and its reply together.  [default: the pair's, or what fits]",
+)
+@click.option("--chunk", type=int, help="Most prompt tokens in a step.  [default: 512]")
+@click.option(
+    "--block-size", type=int, help="Rows of a block: the bonus token and the drafts.  [default: the drafter's]"
+)
 @click.option("--draft-vocab", type=int, help="Draft among the N most frequent tokens only; the text stays the same.")
 @click.option("--draft-window", type=int, help="The drafter sees the last N tokens only; the text stays the same.")
-@click.option("--draft-text", help="What those are counted in: a text file, or JSON lines (.jsonl).")
+@click.option("--draft-text", help="Text in which --draft-vocab counts tokens: a text file or .jsonl.")
 @click.option("--drafter-precision", help="auto, fp8 or nvfp4: of the drafter's matrices; the text stays the same.")
 @click.option(
     "--kv",
     help="fp8: caches in half the bytes; engine: in the engine's own type.  [default: auto, as the target's says]",
 )
-@click.option("--kv-memory", type=float, help="torch: GB of caches on each GPU.  [default: all slots at full length]")
+@click.option(
+    "--kv-memory",
+    type=float,
+    help="torch: GB of K/V caches on each GPU.  [default: enough for every slot at full length]",
+)
 @click.option("--page-size", type=int, help="torch: tokens in a page.  [default: 64 with our kernels or --kv-memory]")
 @click.option("--set", "assignments", multiple=True, metavar="KEY=VALUE", help="Any of these settings by its name.")
 @click.option("--force", is_flag=True, help="Replace what stands at --output.")
 @click.option("--backend", help="torch or tensorrt.  [default: tensorrt where it is here for the GPU, else torch]")
-@click.option("--gpu", help="For which GPU: its name, or to compile sm89, sm120, ...  [default: the one present]")
+@click.option("--gpu", help="GPU to build for: its name, or sm89, sm120, ... to compile.  [default: the one present]")
 @click.option("--sampling/--greedy", default=None, help="tensorrt: whether the plan can sample.  [default: --sampling]")
 @click.option("--optimization-level", type=int, help="tensorrt: 0 (fast to build) to 5.  [default: 3]")
-@click.option("--workspace", type=int, help="tensorrt: MiB of scratch that a kernel may take.")
+@click.option(
+    "--workspace", type=int, help="tensorrt: MiB of scratch that a kernel may use.  [default: all there is]"
+)
 @click.option("--workers", type=int, help="tensorrt: ranks compiled at a time.  [default: 1]")
 @click.option("--draft-tree", type=int, help="tensorrt: drafts are trees of 15, 31 or 63 nodes.  [default: chains]")
 @click.option(
@@ -59,12 +71,12 @@ _PLUGIN = Path(__file__).parents[2] / "plugins" / "build" / "libdflash_plugin.so
     help="tensorrt, datacenter edition: attention is our plugin.  [FILE: plugins/build/libdflash_plugin.so]",
 )
 @click.option("--plan", is_flag=True, help="Build nothing: print memory and speed on --gpu. Needs no checkpoint.")
-@click.option("--acceptance", type=float, help="--plan: tokens a step with the drafter's whole block, for tokens/s.")
+@click.option("--acceptance", type=float, help="--plan: tokens a step with the whole block, for tokens/s.")
 @click.option(
     "--cache-length", type=int, help="--plan: tokens that each slot holds in a step.  [default: 1024, or less]"
 )
 @click.option("--at", metavar="X,X,...", help="--plan: throughput of 8 GPUs at these tokens/s for each user.")
-@click.option("--eagle3-acceptance", type=float, help="--at: beside EAGLE-3, which commits so many tokens a step.")
+@click.option("--eagle3-acceptance", type=float, help="--at: also plan EAGLE-3 at this many tokens a step.")
 @click.option(
     "--eagle3-drafts", help="--at: EAGLE-3's chain (3), or its tree: passes, the best of each, drafts (8x10x60)."
 )

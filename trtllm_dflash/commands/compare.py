@@ -25,16 +25,18 @@ UNSAFE = 3
     f"{VARIABLE}, where it is set, is sent to both."
 )
 @click.option("--a", required=True, metavar="URL", help="A server with OpenAI's API: http://HOST:PORT.")
-@click.option("--b", required=True, metavar="URL", help="The one that would take its place.")
-@click.option("--prompts", type=click.Path(path_type=Path), help="As for generate.  [default: some that are shipped]")
+@click.option("--b", required=True, metavar="URL", help="The server that would replace it: http://HOST:PORT.")
+@click.option("--prompts", type=click.Path(path_type=Path), help="Prompts, as for `generate`.  [default: shipped ones]")
 @click.option("--number", type=click.IntRange(min=1), default=16, help="Shipped prompts to send.  [default: 16]")
 @click.option("--max-tokens", type=int, help="Most tokens a reply.  [default: 128]")
-@click.option("--near-tie", type=float, help="Log-probability that near-tied tokens are apart.  [default: 0.25]")
-@click.option("--chat/--raw", default=True, help="As a chat, or as a text to go on with.  [default: --chat]")
+@click.option(
+    "--near-tie", type=float, help="Difference of log-probabilities up to which tokens are near-tied.  [default: 0.25]"
+)
+@click.option("--chat/--raw", default=True, help="Send prompts as chats, or as texts to continue.  [default: --chat]")
 @click.option("--model-a", help="A's model.  [default: its only one]")
 @click.option("--model-b", help="B's model.  [default: its only one]")
 @click.option("--body-a", metavar="JSON", help='Further fields of A\'s requests, such as {"draft": false}.')
-@click.option("--body-b", metavar="JSON", help="Likewise of B's.")
+@click.option("--body-b", metavar="JSON", help="Further fields of B's requests.")
 @click.option("--metrics-a", metavar="URL", help="A's metrics.  [default: URL/metrics]")
 @click.option("--metrics-b", metavar="URL", help="B's metrics.  [default: URL/metrics]")
 @click.option("--timeout", type=float, help="Seconds for a reply.  [default: 300]")

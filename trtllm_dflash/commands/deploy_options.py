@@ -29,23 +29,25 @@ def deploy_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--prefill-share",
             type=float,
-            help="Share of steps for prompts beside replies, where steps do not mix them.  [default: 0.5]",
+            help="Share of steps that read prompts while replies run, where a step cannot do both.  [default: 0.5]",
         ),
         click.option("--max-queue", type=int, help="Requests that may wait for a slot.  [default: 256]"),
         click.option(
             "--deadline-seconds",
             type=float,
-            help="Most that a request may take, waiting included; it may ask for less.  [default: 600]",
+            help="Most seconds a request may take, waiting included; it may ask for less.  [default: 600]",
         ),
         click.option("--no-draft", is_flag=True, help="Plain decoding on the same engine."),
         click.option("--draft-length", metavar="auto|N", help="Tokens to draft a step.  [default: auto]"),
         draft_tree_option,
         click.option(
-            "--harvest", metavar="DIR", help="Write replies there as token ids, for `train`.  [default: none]"
+            "--harvest", metavar="DIR", help="Folder to keep replies in as token ids, for `train`.  [default: none]"
         ),
-        click.option("--harvest-share", type=float, help="Of the replies.  [default: 0.01]"),
-        click.option("--harvest-mb", type=int, help="MB in all, at most.  [default: 1000]"),
-        click.option("--decoupled/--unary", default=None, help="Whether models stream.  [default: --decoupled]"),
+        click.option("--harvest-share", type=float, help="Share of the replies to keep.  [default: 0.01]"),
+        click.option("--harvest-mb", type=int, help="Most MB of kept replies in all.  [default: 1000]"),
+        click.option(
+            "--decoupled/--unary", default=None, help="Stream replies, or answer once.  [default: --decoupled]"
+        ),
         click.option(
             "--exclude-input-in-output/--include-input-in-output",
             default=None,

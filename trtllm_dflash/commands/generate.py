@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 @click.option(
     "--prompts", type=click.Path(path_type=Path), help='A file of prompts: JSON lines with "prompt", or text lines.'
 )
-@click.option("--chat/--raw", default=True, help="Through the chat template, or as it is.  [default: --chat]")
+@click.option("--chat/--raw", default=True, help="Apply the chat template to the prompt, or not.  [default: --chat]")
 @click.option("--system", help="A system message for the chat template.")
 @click.option("--max-tokens", type=int, help="Most tokens to generate.  [default: 256]")
-@click.option("--temperature", type=float, help="0 is greedy.  [default: 0]")
+@click.option("--temperature", type=float, help="Sampling temperature; 0 is greedy.  [default: 0]")
 @click.option("--top-k", type=int, help="Keep the K most likely tokens; 0 keeps all.  [default: 0]")
 @click.option("--top-p", type=float, help="Keep the most likely tokens that reach P together.  [default: 1]")
 @click.option("--seed", type=int, help="Seed of sampling.  [default: 0]")

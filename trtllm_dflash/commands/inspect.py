@@ -8,7 +8,7 @@ import click
 
 @click.command()
 @click.argument("engine", type=click.Path(path_type=Path))
-@click.option("--caches", is_flag=True, help="List the K/V caches among the inputs and outputs.")
+@click.option("--caches", is_flag=True, help="Also list K/V caches among inputs and outputs.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(engine: Path, caches: bool, as_json: bool) -> None:
     """Say what an engine directory holds, and the memory it needs."""

@@ -13,10 +13,10 @@ from trtllm_dflash.errors import SettingsError
 @click.command()
 @pair_options
 @click.option("--draft-length", type=int, help="Tokens to draft a step.  [default: the block; EAGLE-3: 3]")
-@click.option("--pp", type=int, help="Stages of layers; without drafting alone.  [default: 1]")
+@click.option("--pp", type=int, help="Pipeline-parallel stages; only without drafting.  [default: 1]")
 @click.option("--nodes", type=int, help="Machines that the GPUs are spread over.  [default: 1]")
-@click.option("--node-rank", type=int, help="sglang: which of them this is.  [default: 0]")
-@click.option("--head", help="vllm, sglang: the first node's address, with several.")
+@click.option("--node-rank", type=int, help="sglang: number of this machine, from 0.  [default: 0]")
+@click.option("--head", help="vllm, sglang: address of the first machine, with several.")
 @click.option("--host", help="Address to listen at.  [default: 127.0.0.1, this machine only]")
 @click.option("--port", type=int, help="Port of its OpenAI API.  [default: 8000]")
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for its files.  [default: a temporary one]")

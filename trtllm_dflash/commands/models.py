@@ -19,7 +19,9 @@ def models(as_json: bool) -> None:
         rows = [{**entry.model_dump(mode="json"), "buildable": entry.buildable} for entry in entries.values()]
         click.echo(json.dumps(rows, indent=2))
         return
-    table = Table("name", "family", "target", "drafter", "block", "tap layers / target layers", "builds today")
+    table = Table(
+        "name", "family", "target", "drafter", "block", "tap layers / target layers", "architecture supported"
+    )
     for entry in entries.values():
         taps = ",".join(map(str, entry.tap_layers)) if entry.tap_layers else "from checkpoint"
         layers = f"{taps} / {entry.target_layers}" + (", deduced" if entry.deduced else "")

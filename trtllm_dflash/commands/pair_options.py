@@ -23,8 +23,8 @@ def pair_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option("--target", help="Target: a folder or a Hugging Face name."),
         click.option("--drafter", help="Drafter: a folder or a Hugging Face name."),
         click.option("--method", help="dflash, eagle3 or none.  [default: dflash]"),
-        click.option("--gpu", help="What to plan for: b300, h200, ...  [default: the one present]"),
-        click.option("--tp", type=int, help="GPUs that share every layer.  [default: 1]"),
+        click.option("--gpu", help="GPU to plan for: b300, h200, ...  [default: the one present]"),
+        click.option("--tp", type=int, help="Tensor-parallel GPUs.  [default: 1]"),
         click.option("--max-batch", type=int, help="Sequences at a time.  [default: what fits, at most 64]"),
         click.option("--max-seq-len", type=int, help="Prompt and reply together.  [default: 16384, or what is taken]"),
     )

@@ -19,11 +19,13 @@ from trtllm_dflash.errors import SettingsError
 @click.option("--kv", help="fp8: find the scales of FP8 caches too.")
 @click.option("--only", help="target or drafter.  [default: both]")
 @click.option("--output", type=click.Path(path_type=Path), help="Folder.  [default: quantized/NAME-FORMAT]")
-@click.option("--text", type=click.Path(path_type=Path), help="To calibrate on: text, or .jsonl.  [default: shipped]")
-@click.option("--samples", type=int, help="To calibrate with.  [default: 128]")
-@click.option("--held-back", type=int, help="Other samples, to measure with.  [default: 8]")
+@click.option(
+    "--text", type=click.Path(path_type=Path), help="Calibration text: a text file or .jsonl.  [default: a shipped one]"
+)
+@click.option("--samples", type=int, help="Samples to calibrate with.  [default: 128]")
+@click.option("--held-back", type=int, help="Samples kept apart to measure with.  [default: 8]")
 @click.option("--length", type=int, help="Tokens of a sample, at most.  [default: 512]")
-@click.option("--max-tokens", type=int, help="Of the replies that acceptance is measured on.  [default: 128]")
+@click.option("--max-tokens", type=int, help="Most tokens of the replies that measure acceptance.  [default: 128]")
 @click.option("--device", default="auto", help="cpu, cuda or auto.  [default: auto]")
 @click.option("--force", is_flag=True, help="Replace what stands at --output.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")

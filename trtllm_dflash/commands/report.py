@@ -16,7 +16,7 @@ from trtllm_dflash.output import writing
     "--plan", type=click.Path(path_type=Path), help="What `build --plan` predicted (JSON), drawn over one sweep."
 )
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for report.html and plots.")
-@click.option("--force", is_flag=True, help="Replace those that the folder has.")
+@click.option("--force", is_flag=True, help="Replace the files in the folder.")
 def report(runs: tuple[Path, ...], at: str | None, plan: Path | None, output: Path | None, force: bool) -> None:
     """Show sweeps again, and compare them (folders or results.json)."""
     from trtllm_dflash.sweep.plots import can_plot

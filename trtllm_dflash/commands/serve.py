@@ -32,9 +32,24 @@ MOST_DRAIN_SECONDS = 2**31 // 1000
 @click.command()
 @click.option("--engine", type=click.Path(path_type=Path), required=True, help="Engine directory.")
 @click.option("--host", default="127.0.0.1", help="Address of the OpenAI API.  [default: 127.0.0.1, this machine only]")
-@click.option("--http-port", type=click.IntRange(0, 65535), default=8000, help="0: any free one.  [default: 8000]")
-@click.option("--grpc-port", type=click.IntRange(0, 65535), default=8001, help="0: any free one.  [default: 8001]")
-@click.option("--metrics-port", type=click.IntRange(0, 65535), default=8002, help="Prometheus.  [default: 8002]")
+@click.option(
+    "--http-port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    help="Triton's HTTP port; 0: any free one.  [default: 8000]",
+)
+@click.option(
+    "--grpc-port",
+    type=click.IntRange(0, 65535),
+    default=8001,
+    help="Triton's gRPC port; 0: any free one.  [default: 8001]",
+)
+@click.option(
+    "--metrics-port",
+    type=click.IntRange(0, 65535),
+    default=8002,
+    help="Port of Prometheus metrics; 0: any free one.  [default: 8002]",
+)
 @click.option("--openai-port", type=click.IntRange(0, 65535), help="Serve the OpenAI API too, at this port.")
 @click.option(
     "--openai-api-key-file",
@@ -60,7 +75,7 @@ MOST_DRAIN_SECONDS = 2**31 // 1000
     "--drain-seconds",
     type=float,
     default=30.0,
-    help="What running requests get at the end; then they get an error.  [default: 30]",
+    help="Seconds that running requests have to finish at the end; then they get an error.  [default: 30]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the endpoints as one line of JSON.")
 @deploy_options

@@ -32,7 +32,7 @@ _LATER = "pip install 'trtllm-dflash[sweep]', here or where you run: trtllm-dfla
 @click.option(
     "--shape", help="Random weights of a model's shape in this process: qwen3-8b, tiny (smaller than the pair), ..."
 )
-@click.option("--model", help="Which of the server's; or NAME=MODEL,...  [default: ensemble, or the only one]")
+@click.option("--model", help="Model on the server; or NAME=MODEL,...  [default: ensemble, or the only one]")
 @click.option(
     "--tokenizer", type=click.Path(path_type=Path), help="Triton: folder whose chat template prompts go through."
 )
@@ -40,47 +40,55 @@ _LATER = "pip install 'trtllm-dflash[sweep]', here or where you run: trtllm-dfla
     "--api-key-file", type=click.Path(path_type=Path), help=f"Key of every OpenAI API; or {VARIABLE} holds it."
 )
 @click.option("--timeout", type=float, help="Seconds in which a server may send nothing at all.  [default: 600]")
-@click.option("--compare", metavar="plain,draft|NAME=URL,...", help="By turns: with and without, or servers.")
+@click.option(
+    "--compare", metavar="plain,draft|NAME=URL,...", help="Arms to measure by turns: plain and draft, or named servers."
+)
 @click.option("--metrics-url", help="Where drafts are counted; or NAME=URL,...  [default: /metrics of the API]")
 @click.option("--gpus", type=int, help="GPUs of the server, or of each, for tokens/s/GPU.")
 @click.option("--concurrency", metavar="N,N,...", help="Clients that each wait for their reply.  [default: 1,2,4,8]")
-@click.option("--rate", metavar="R,R,...", help="Or requests a second, which wait for nothing.")
+@click.option("--rate", metavar="R,R,...", help="Or requests per second, sent on schedule without waiting for replies.")
 @click.option("--arrival", help="--rate: poisson or constant.  [default: poisson]")
-@click.option("--requests", type=int, help="At each point and arm.  [default: 8 a client, at least 32]")
-@click.option("--seconds", type=float, help="Or seconds in which requests are begun, at each point and arm.")
-@click.option("--ramp", type=float, help="--seconds: clients begin apart, in so many before.  [default: at once]")
+@click.option("--requests", type=int, help="Requests at each point and arm.  [default: 8 a client, at least 32]")
+@click.option("--seconds", type=float, help="Or seconds during which requests start, at each point and arm.")
+@click.option(
+    "--ramp", type=float, help="--seconds: clients start one by one in the N seconds before.  [default: at once]"
+)
 @click.option("--warmup", type=int, help="Requests before each round, not counted.  [default: one a client]")
-@click.option("--rounds", type=int, help="Turns of each arm at a point.  [default: 2 of two arms, 1 of one]")
+@click.option("--rounds", type=int, help="Rounds of each arm at a point.  [default: 2 with two arms, 1 with one]")
 @click.option(
     "--dataset", type=click.Path(path_type=Path), multiple=True, help="JSON lines.  [default: the shipped prompts]"
 )
-@click.option("--output-tokens", type=int, help="Exactly so many tokens a reply, past the model's end.")
-@click.option("--max-tokens", type=int, help="Or at most so many, to the model's end.  [default: 256]")
-@click.option("--temperature", type=float, help="0 is greedy.  [default: 0]")
+@click.option("--output-tokens", type=int, help="Tokens of each reply, exactly, past the model's end token.")
+@click.option(
+    "--max-tokens", type=int, help="Or tokens of a reply at most, up to the model's end token.  [default: 256]"
+)
+@click.option("--temperature", type=float, help="Sampling temperature; 0 is greedy.  [default: 0]")
 @click.option("--top-k", type=int, help="0 keeps all.  [default: 0]")
 @click.option("--top-p", type=float, help="[default: 1]")
-@click.option("--seed", type=int, help="Of sampling, arrivals and the order of prompts.  [default: 0]")
+@click.option("--seed", type=int, help="Seed of sampling, arrivals and the order of prompts.  [default: 0]")
 @click.option("--at", metavar="X,X,...", help="Read throughput, and the arms' ratio, at these tokens/s/user.")
 @click.option("--slo-tps", type=float, help="Search for the largest load with so many tokens/s/user.")
-@click.option("--slo-ttft-ms", type=float, help="And a first token within this time.")
-@click.option("--slo-percentile", type=int, help="Of both: 50, 90 or 99.  [default: 50]")
+@click.option("--slo-ttft-ms", type=float, help="And a first token within this many milliseconds.")
+@click.option("--slo-percentile", type=int, help="Percentile of both limits: 50, 90 or 99.  [default: 50]")
 @click.option("--max-concurrency", type=int, help="Largest load of a search.  [default: 256]")
-@click.option("--max-rate", type=float, help="Or a search in requests a second up to this.")
+@click.option("--max-rate", type=float, help="Or search in requests per second, up to this many.")
 @click.option("--device", help="In this process: cpu, cuda or auto.  [default: auto]")
 @kernels_option
 @click.option("--draft-length", metavar="auto|N", help="In this process: tokens to draft a step.  [default: auto]")
 @click.option("--draft-tree", metavar="auto|off|N", help="In this process: nodes of a tree.  [default: auto]")
 @click.option("--prompt-tokens", type=int, help="In this process: prompts of so many random tokens.")
-@click.option("--simulate-acceptance", type=float, help="In this process: tokens a step to impose on the whole block.")
+@click.option(
+    "--simulate-acceptance", type=float, help="In this process: impose this many tokens a step with the whole block."
+)
 @click.option("--precision", help="--shape: auto, fp32, bf16, fp16, fp8 or fp8-blocks.")
 @click.option("--tp", type=int, help="--shape: tensor-parallel ranks.  [default: 1]")
-@click.option("--layers", type=int, help="--shape: layers of the target, for a smaller try.")
+@click.option("--layers", type=int, help="--shape: layers of the target, for a smaller model.")
 @click.option("--drafter-precision", help="--shape: fp8: of the drafter's matrices.")
 @click.option("--draft-vocab", type=int, help="--shape: tokens that can be drafted.  [default: all]")
-@click.option("--label", help="What plots call it.")
+@click.option("--label", help="Name of this sweep in plots.")
 @click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder for results and report.")
-@click.option("--resume", is_flag=True, help="Go on with what --output has.")
-@click.option("--force", is_flag=True, help="Begin anew over what --output has.")
+@click.option("--resume", is_flag=True, help="Continue what --output holds.")
+@click.option("--force", is_flag=True, help="Start again, replacing what --output holds.")
 @click.option("--json", "as_json", is_flag=True, help="Print the points as JSON.")
 def sweep(output: Path, resume: bool, force: bool, as_json: bool, api_key_file: Path | None, **flags: Any) -> None:
     """Measure throughput against latency, with and without drafting."""

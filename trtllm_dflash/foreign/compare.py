@@ -219,8 +219,9 @@ def compare(settings: CompareSettings) -> Comparison:
     for number, prompt in enumerate(settings.prompts):
         for client in clients if number % 2 == 0 else clients[::-1]:  # neither is always the first
             client.ask(prompt)
+    is_one_server = bool(clients[0].before.url) and clients[0].before.url == clients[1].before.url
     for client in clients:
-        client.look_after()
+        client.look_after(counts_alone=not is_one_server)
     a, b = (client.side for client in clients)
     are_exact = clients[0].before.is_exact_with(clients[1].before)
     near_tie = None if are_exact else settings.near_tie
@@ -340,13 +341,13 @@ class _Client:
             self.side.offers_logprobs = False  # left out, without a word
         self.side.replies.append(reply)
 
-    def look_after(self) -> None:
-        """Counts the drafts: from the replies, else from the metrics."""
+    def look_after(self, counts_alone: bool) -> None:
+        """Counts the drafts: from the replies, else from the metrics, where these are of this side alone."""
         told = [reply.drafts for reply in self.side.replies if reply.drafts is not None]
         if told:
             self.side.acceptance = sum(told, Drafts())
             return
-        if self.before.server is None:
+        if self.before.server is None or not counts_alone:
             return
         time.sleep(SETTLE_SECONDS)
         after = self._read_metrics()
