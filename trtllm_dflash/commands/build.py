@@ -58,9 +58,7 @@ _PLUGIN = Path(__file__).parents[2] / "plugins" / "build" / "libdflash_plugin.so
 @click.option("--gpu", help="GPU to build for: its name, or sm89, sm120, ... to compile.  [default: the one present]")
 @click.option("--sampling/--greedy", default=None, help="tensorrt: whether the plan can sample.  [default: --sampling]")
 @click.option("--optimization-level", type=int, help="tensorrt: 0 (fast to build) to 5.  [default: 3]")
-@click.option(
-    "--workspace", type=int, help="tensorrt: MiB of scratch that a kernel may use.  [default: all there is]"
-)
+@click.option("--workspace", type=int, help="tensorrt: MiB of scratch that a kernel may use.  [default: all there is]")
 @click.option("--workers", type=int, help="tensorrt: ranks compiled at a time.  [default: 1]")
 @click.option("--draft-tree", type=int, help="tensorrt: drafts are trees of 15, 31 or 63 nodes.  [default: chains]")
 @click.option(

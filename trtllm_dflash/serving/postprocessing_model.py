@@ -8,6 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import RequestError
 from trtllm_dflash.serving import inner
 from trtllm_dflash.serving.lifeline import hold_lifeline
@@ -28,6 +29,7 @@ class PostprocessingModel:
         self._engine = Path(parameter(config, "engine"))
         self._decoupled = parameter(config, "decoupled") == "true"
         self._codec: Any = None
+        self._vocabulary = 0
         self._polled: OrderedDict[int, float] = OrderedDict()  # key -> when
         self._last_polled = 0.0
 
@@ -59,12 +61,14 @@ class PostprocessingModel:
         """Decodes tokens [beams, N] of lengths [beams]."""
         if len(lengths) != len(tokens) or any(not 0 <= length <= tokens.shape[1] for length in lengths):
             raise fields.refusal("SEQUENCE_LENGTH", f"{lengths.tolist()} do not fit TOKENS_BATCH {list(tokens.shape)}")
-        if tokens.size and tokens.min() < 0:
-            raise fields.refusal("TOKENS_BATCH", f"{tokens.min()} is not a token id")
         if self._codec is None:
             from trtllm_dflash.text.tokenizer import TextCodec
 
             self._codec = TextCodec.load(self._engine, {})
+            self._vocabulary = read_config(self._engine).target.vocab_size
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < self._vocabulary:
+            given = tokens.min() if tokens.min() < 0 else tokens.max()
+            raise fields.refusal("TOKENS_BATCH", f"{given} is not a token id; they are 0 to {self._vocabulary - 1}")
         if self._codec is None:
             raise RequestError("OUTPUT: this engine has no tokenizer")
         return [self._codec.decode(row[:length].tolist()) for row, length in zip(tokens, lengths, strict=True)]
