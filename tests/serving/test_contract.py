@@ -178,6 +178,9 @@ def test_empty_biases_are_no_biases_and_others_are_refused(client, model):
         call(client, model, embedding_bias_words=["fox"], embedding_bias_weights=[1.0], **asked)
 
 
+BEYOND = {"TOKENS_BATCH": np.int32([[[9999]]]), "SEQUENCE_LENGTH": np.int32([[1]])}  # the vocabulary
+
+
 @pytest.mark.parametrize(
     ("model", "inputs", "refusal"),
     [
@@ -185,7 +188,7 @@ def test_empty_biases_are_no_biases_and_others_are_refused(client, model):
         ("tensorrt_llm", ids_of([5], return_context_logits=True), "return_context_logits: true is not supported"),
         ("tensorrt_llm_bls", {"text_input": "a", "max_tokens": 2, "use_draft_logits": True}, "use_draft_logits: not"),
         ("preprocessing", {"QUERY": "a", "STOP_WORDS_DICT": ["x"] * 1000}, "STOP_WORDS_DICT: 1000 of them"),
-        ("postprocessing", {"TOKENS_BATCH": np.int32([[[9999]]]), "SEQUENCE_LENGTH": np.int32([[1]])}, "TOKENS_BATCH: 9999 is not a token id"),
+        ("postprocessing", BEYOND, "TOKENS_BATCH: 9999 is not a token id"),
         ("tensorrt_llm_bls", {"max_tokens": 2}, "text_input: missing"),
         ("tensorrt_llm_bls", {"text_input": "a", "max_tokens": 2, "num_draft_tokens": -1}, "num_draft_tokens: -1;"),
         ("ensemble", {"text_input": ["a", "b"], "max_tokens": 2}, "text_input"),
