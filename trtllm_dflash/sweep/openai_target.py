@@ -11,7 +11,7 @@ from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.serving.client import UnavailableError
 from trtllm_dflash.sweep.load import CHECK_SECONDS, Arm, Reply, Request, Target
 from trtllm_dflash.sweep.openai_errors import NO_HTTP, OTHER_FORM, error_text, refusal
-from trtllm_dflash.sweep.runtime_metrics import Reading, drafts_of_reply, find_metrics, read_metrics
+from trtllm_dflash.sweep.runtime_metrics import Reading, drafts_of_reply, find_metrics, read_metrics, steps_of
 
 
 class OpenAITarget(Target):
@@ -167,9 +167,7 @@ def _count(reply: Reply, usage: dict[str, Any]) -> None:
     accepted, rejected = details.get("accepted_prediction_tokens"), details.get("rejected_prediction_tokens")
     if accepted is not None and rejected is not None and accepted + rejected:
         reply.drafted, reply.accepted = accepted + rejected, accepted
-        # Each step gives the drafts that it accepts and one token more, but the last one where the reply is cut; the
-        # first token is the prefill's.
-        reply.steps = max(1, len(reply.times) - 1, reply.tokens - 1 - accepted)
+        reply.steps = max(len(reply.times) - 1, steps_of(reply.tokens, accepted))  # a response is a step or several
 
 
 def _count_details(reply: Reply, details: dict[str, Any]) -> None:

@@ -250,6 +250,12 @@ def _parse_iterations(text: str) -> Reading:
     return Reading("tensorrt-llm", total if drafts else None)
 
 
+def steps_of(tokens: int, accepted: int) -> int:
+    """Counts a reply's decoding steps: each gives the drafts that it accepts and one token more, but the last one where
+    the reply is cut; the first token is the prefill's."""
+    return max(1, tokens - 1 - accepted)
+
+
 def drafts_of_reply(body: Mapping[str, Any]) -> Drafts | None:
     """Reads the counts of drafts in a reply itself; None where it has none.
 
@@ -271,6 +277,5 @@ def drafts_of_reply(body: Mapping[str, Any]) -> Drafts | None:
     accepted, rejected = counts.get("accepted_prediction_tokens"), counts.get("rejected_prediction_tokens")
     if accepted is None or rejected is None or not accepted + rejected:
         return None
-    # A step gives the drafts that it accepts and one token more; the first token is the prefill's.
-    steps = max(1, int(usage.get("completion_tokens", 0)) - 1 - accepted)
+    steps = steps_of(int(usage.get("completion_tokens", 0)), accepted)
     return Drafts(float(steps), float(accepted + rejected), float(accepted))
