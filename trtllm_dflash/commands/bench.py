@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trtllm_dflash.commands.draft_tree_option import draft_tree_option
 from trtllm_dflash.commands.kernels_option import kernels_option
 from trtllm_dflash.commands.settings import given, validated
 from trtllm_dflash.commands.terminal import command_line, progress_bar, show
@@ -43,7 +42,11 @@ def bench() -> None:
 @click.option(
     "--simulate-acceptance", type=float, help="Impose this many tokens a step with the whole block, for tokens/s."
 )
-@draft_tree_option
+@click.option(
+    "--draft-tree",
+    metavar="auto|off|N",
+    help="Also time steps that draft a tree of N nodes: 15, 31 or 63.  [default: off]",
+)
 @click.option("--share-rows", is_flag=True, default=None, help="Also time drafted steps whose slots share their rows.")
 @click.option("--rounds", type=int, help="Rounds; the median counts.  [default: 7]")
 @click.option("--steps", type=int, help="Steps in a round.  [default: 20]")
