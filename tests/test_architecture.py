@@ -11,7 +11,7 @@ ROOT = PACKAGE.name
 
 #: Rooms, folders and modules alike, from the ground up. A room imports from itself and from those below its line.
 LAYERS = (
-    {"errors", "signals", "marks"},
+    {"errors", "extras", "signals", "marks"},
     {"pairs"},
     {"api_key", "output", "text"},
     {"kernels"},

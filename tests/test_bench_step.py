@@ -17,6 +17,7 @@ from trtllm_dflash.cost.gpus import Rates
 from trtllm_dflash.cost.memory import weight_bytes
 from trtllm_dflash.cost.shapes import SHAPES, shape_config
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.extras import pip_install
 from trtllm_dflash.step import Drafting
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -361,7 +362,7 @@ def test_the_limits_are_measured_and_the_machine_is_described(monkeypatch):
 
 def test_without_matplotlib_a_plot_is_refused_with_the_extra_that_brings_it(monkeypatch):
     monkeypatch.setattr(plot, "find_spec", lambda name: None)
-    assert "pip install 'trtllm-dflash[plots]'" in refusal("bench", "step", *QUICK, "--plot", "step.png")
+    assert pip_install("plots") in refusal("bench", "step", *QUICK, "--plot", "step.png")
 
 
 def test_a_plot_is_drawn(tmp_path):

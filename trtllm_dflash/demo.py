@@ -16,6 +16,7 @@ from rich.text import Text
 
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import EngineError
+from trtllm_dflash.extras import pip_install
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.request import SamplingParams
 from trtllm_dflash.session.device import pick_device
@@ -130,7 +131,7 @@ def run_demo(
         from trtllm_dflash.serving.repository import DeploySettings
         from trtllm_dflash.serving.serve import serving
     except ImportError as error:
-        raise EngineError(f"the demo needs {error.name}: pip install 'trtllm-dflash[serving]'") from None
+        raise EngineError(f"the demo needs {error.name}: {pip_install('serving')}") from None
     console = Console(quiet=not show)
     codec = TextCodec.load(engine, read_config(engine).chat_arguments)
     if codec is None:

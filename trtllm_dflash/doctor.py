@@ -12,7 +12,8 @@ from importlib import metadata
 from pathlib import Path
 
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.serving.triton import EXTRA, REMEDY, find_triton
+from trtllm_dflash.extras import pip_install
+from trtllm_dflash.serving.triton import REMEDY, find_triton
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _tensorrt_rtx() -> Finding:
         importlib.util.find_spec("tensorrt_rtx") is not None,
         _version("tensorrt-rtx") or "",
         "no TensorRT engines compiled without a GPU (SM75 to SM89, SM120, SM121)",
-        "pip install 'trtllm-dflash[tensorrt]'",
+        pip_install("tensorrt"),
     )
 
 
@@ -143,11 +144,11 @@ def _gateway() -> Finding:
     found = {name: _version(name) for name in ("fastapi", "uvicorn", "tritonclient", "grpcio")}
     missing = [name for name, version in found.items() if version is None]
     detail = f"no {', '.join(missing)}" if missing else ", ".join(f"{name} {found[name]}" for name in found)
-    return Finding("OpenAI gateway", not missing, detail, "no serve --openai-port", EXTRA)
+    return Finding("OpenAI gateway", not missing, detail, "no serve --openai-port", pip_install("serving"))
 
 
 def _mpi() -> Finding:
-    cost, remedy = "no tensor parallelism (--tp)", "pip install 'trtllm-dflash[tp]'"
+    cost, remedy = "no tensor parallelism (--tp)", pip_install("tp")
     beside = Path(sys.executable).parent / "mpiexec"
     launcher = str(beside) if beside.is_file() else shutil.which("mpiexec")
     if _version("mpi4py") is None or launcher is None:
@@ -172,7 +173,7 @@ def _modelopt() -> Finding:
         version is not None,
         version or "",
         "no quantize command",
-        "pip install 'trtllm-dflash[quantization]'",
+        pip_install("quantization"),
     )
 
 

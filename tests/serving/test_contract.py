@@ -178,7 +178,10 @@ def test_empty_biases_are_no_biases_and_others_are_refused(client, model):
         call(client, model, embedding_bias_words=["fox"], embedding_bias_weights=[1.0], **asked)
 
 
-BEYOND = {"TOKENS_BATCH": np.int32([[[9999]]]), "SEQUENCE_LENGTH": np.int32([[1]])}  # the vocabulary
+BEYOND = {
+    "TOKENS_BATCH": np.array([[[9999]]], np.int32),
+    "SEQUENCE_LENGTH": np.array([[1]], np.int32),
+}  # the vocabulary
 
 
 @pytest.mark.parametrize(

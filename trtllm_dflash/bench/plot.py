@@ -6,6 +6,7 @@ from typing import Any
 
 from trtllm_dflash.bench.step import Arm, StepReport
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.extras import pip_install
 
 
 def check_plot(file: Path) -> None:
@@ -15,7 +16,7 @@ def check_plot(file: Path) -> None:
         SettingsError: matplotlib is not installed, or it does not know the file's ending.
     """
     if find_spec("matplotlib") is None:
-        raise SettingsError("--plot needs matplotlib: pip install 'trtllm-dflash[plots]'")
+        raise SettingsError(f"--plot needs matplotlib: {pip_install('plots')}")
     if file.suffix not in (".png", ".pdf", ".svg"):
         raise SettingsError(f"--plot {file}: end its name in .png, .pdf or .svg")
 

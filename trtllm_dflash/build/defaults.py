@@ -12,6 +12,7 @@ from trtllm_dflash.cost.memory import fits_in
 from trtllm_dflash.engine.config import Backend, EngineConfig
 from trtllm_dflash.engine.paging import PAGE_ROWS
 from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.extras import pip_install
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 
@@ -65,7 +66,7 @@ def _compiled_for(settings: BuildSettings, target: DecoderConfig) -> tuple[str |
         module = load_tensorrt()
         compile_target(module, name)
     except EngineError:
-        return None, "TensorRT is not installed here (pip install 'trtllm-dflash[tensorrt]')"
+        return None, f"TensorRT is not installed here ({pip_install('tensorrt')})"
     except SettingsError as error:
         return None, f"TensorRT here does not compile for that GPU ({error})"
     compiler = f"{module.__name__} {module.__version__}"

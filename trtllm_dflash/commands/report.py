@@ -6,6 +6,7 @@ import click
 
 from trtllm_dflash.commands.terminal import show
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.extras import pip_install
 from trtllm_dflash.output import writing
 
 
@@ -34,7 +35,7 @@ def report(runs: tuple[Path, ...], at: str | None, plan: Path | None, output: Pa
     from trtllm_dflash.sweep.settings import positive_numbers
 
     if output is not None and not can_plot():
-        raise SettingsError("--output: plots need matplotlib: pip install 'trtllm-dflash[sweep]'")
+        raise SettingsError(f"--output: plots need matplotlib: {pip_install('sweep')}")
     if output is not None and not force:
         check_free(output, (PARETO, ACCEPTANCE, REPORT))
     if plan is not None and len(runs) > 1:

@@ -15,6 +15,7 @@ from trtllm_dflash.commands.kernels_option import kernels_option
 from trtllm_dflash.commands.settings import given, validated
 from trtllm_dflash.commands.terminal import show, sweep_bars
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.extras import pip_install
 from trtllm_dflash.output import held, writing
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from trtllm_dflash.sweep.results import Results
     from trtllm_dflash.sweep.settings import SweepSettings
 
-_LATER = "pip install 'trtllm-dflash[sweep]', here or where you run: trtllm-dflash report SWEEP --output DIR"
+_LATER = f"{pip_install('sweep')}, here or where you run: trtllm-dflash report SWEEP --output DIR"
 
 
 @click.command()
@@ -183,7 +184,7 @@ def _sweep_server(settings: "SweepSettings", store: _Store, api_key_file: Path |
         make = server_targets(settings, read_api_key(api_key_file, "--api-key-file"))
         store.measure(settings, dataset, make, gpus=settings.gpus)
     except ImportError as error:
-        raise SettingsError(f"a server's sweep needs {error.name}: pip install 'trtllm-dflash[sweep]'") from None
+        raise SettingsError(f"a server's sweep needs {error.name}: {pip_install('sweep')}") from None
 
 
 def _sweep_local(settings: "SweepSettings", store: _Store) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trtllm_dflash.errors import EngineError
+from trtllm_dflash.extras import pip_install
 from trtllm_dflash.ops.base import Acceptance, AttentionLayer, Ops, SamplingInputs
 from trtllm_dflash.ops.linear_weight import linear_weight
 from trtllm_dflash.ops.tensorrt_attention import TensorRTAttention
@@ -35,7 +36,7 @@ def load_tensorrt() -> Any:
             continue
         if hasattr(module, "Builder"):  # any folder named tensorrt can be imported
             return module
-    raise EngineError("TensorRT is not installed: pip install 'trtllm-dflash[tensorrt]'")
+    raise EngineError(f"TensorRT is not installed: {pip_install('tensorrt')}")
 
 
 class TensorRTOps(

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.extras import pip_install
 
 #: ModelOpt's own recipe of each format: what is rounded, by which scales, found how.
 _RECIPES = {"fp8": "FP8_DEFAULT_CFG", "nvfp4": "NVFP4_DEFAULT_CFG"}
@@ -29,9 +30,7 @@ def load_modelopt() -> ModuleType:
         with quiet():
             return importlib.import_module("modelopt.torch.quantization")
     except ImportError as error:
-        raise SettingsError(
-            f"quantize needs NVIDIA ModelOpt: pip install 'trtllm-dflash[quantization]' ({error})"
-        ) from None
+        raise SettingsError(f"quantize needs NVIDIA ModelOpt: {pip_install('quantization')} ({error})") from None
 
 
 def recipe(modelopt: ModuleType, format: str, kv: str | None) -> dict[str, Any]:

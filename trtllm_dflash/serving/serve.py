@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.errors import EngineError, SettingsError
+from trtllm_dflash.extras import pip_install
 from trtllm_dflash.serving.claim import Claim
 from trtllm_dflash.serving.endpoints import Endpoints
 from trtllm_dflash.serving.gate import Gate
 from trtllm_dflash.serving.repository import DeploySettings, deploy, is_found, render, streaming_and_deadline
 from trtllm_dflash.serving.server import DRAIN_SECONDS, RANK_MODEL, Server
-from trtllm_dflash.serving.triton import EXTRA, is_named
+from trtllm_dflash.serving.triton import is_named
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -168,7 +169,7 @@ def _gateway_app(
 
         from trtllm_dflash.serving.gateway import GatewaySettings, create_app
     except ImportError as error:
-        raise EngineError(f"--openai-port needs {error.name}: {EXTRA}") from None
+        raise EngineError(f"--openai-port needs {error.name}: {pip_install('serving')}") from None
     values: dict[str, Any] = {
         "engine": engine,
         "triton_url": endpoints.grpc,

@@ -12,10 +12,10 @@ from importlib import metadata
 from pathlib import Path
 
 from trtllm_dflash.errors import EngineError
+from trtllm_dflash.extras import pip_install
 
 CONTAINER = Path("/opt/tritonserver")
-EXTRA = "pip install 'trtllm-dflash[serving]'"
-REMEDY = f"{EXTRA}, or use NVIDIA's Triton container"
+REMEDY = f"{pip_install('serving')}, or use NVIDIA's Triton container"
 STUB = "triton_python_backend_stub"
 
 #: Interfaces of Triton that no client of ours needs. They register shared memory, the Python models' own among it

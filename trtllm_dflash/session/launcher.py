@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trtllm_dflash.errors import EngineError
+from trtllm_dflash.extras import pip_install
 from trtllm_dflash.marks import kill_marked
 from trtllm_dflash.signals import ENDING, holding_signals, is_heard, leave
 
@@ -64,7 +65,7 @@ def find_launcher(tp: int) -> str:
     beside = Path(sys.executable).parent / "mpiexec"
     launcher = str(beside) if beside.is_file() else shutil.which("mpiexec")
     if launcher is None:
-        raise EngineError(f"tp {tp} needs {tp} MPI processes and there is no mpiexec: pip install 'trtllm-dflash[tp]'")
+        raise EngineError(f"tp {tp} needs {tp} MPI processes and there is no mpiexec: {pip_install('tp')}")
     return launcher
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from trtllm_dflash.errors import DFlashError, EngineError
+from trtllm_dflash.extras import pip_install
 from trtllm_dflash.ops.communicator import IDLE, Communicator, Solo, TorchDistributed
 from trtllm_dflash.session.launcher import (
     PATIENT,
@@ -44,7 +45,7 @@ class World:
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:
-            raise EngineError(f"tp {tp} needs MPI: pip install 'trtllm-dflash[tp]' ({error})") from error
+            raise EngineError(f"tp {tp} needs MPI: {pip_install('tp')} ({error})") from error
         leave_interrupts_to_rank_0()
         self._mpi = MPI.COMM_WORLD
         self.rank = self._mpi.rank

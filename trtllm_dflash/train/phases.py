@@ -27,6 +27,7 @@ from trtllm_dflash.cost.gpus import GB, gigabytes
 from trtllm_dflash.engine.config import Progress
 from trtllm_dflash.engine.directory import digest
 from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.extras import pip_install
 from trtllm_dflash.llm import LLM
 from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.ops.draft_tree import TREE_SIZES, draft_tree, listed_nodes
@@ -346,7 +347,7 @@ class Training:
             with self.state.aside(PLOT) as partial:
                 plot(report, partial)
         else:
-            self.say("report: no picture without matplotlib: pip install 'trtllm-dflash[plots]'")
+            self.say(f"report: no picture without matplotlib: {pip_install('plots')}")
         self.state.finish("report", REPORT)  # the cards are for others to write in
 
     def engine(self, drafter: str | None, slots: int, kernels: Any = "auto", prepare: bool = True) -> LLM:
