@@ -125,8 +125,10 @@ def test_two_rope_settings_that_differ_are_refused(tmp_path):
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
     target = make_target(tmp_path)
     theta = json.loads((target / "config.json").read_text())["rope_parameters"]
-    edit_config(target, lambda config: config.update(rope_scaling=dict(theta)))
-    assert open_pair(target).target_config.rope.kind == "default"
+    for same in (dict(theta), {"type": "default"}, {"rope_type": "default", "factor": None}):
+        edit_config(target, lambda config, same=same: config.update(rope_scaling=same))
+        rope = open_pair(target).target_config.rope
+        assert (rope.kind, rope.theta) == ("default", theta["rope_theta"])
     edit_config(target, lambda config: config.update(rope_scaling=yarn))
     assert "rope_parameters and rope_scaling differ; put all settings into rope_parameters" in pair_refusal(target)
 

@@ -137,6 +137,14 @@ def test_an_empty_folder_is_built_into(checkpoints, tmp_path):
     assert build(settings(checkpoints), tmp_path / "engine")
 
 
+def test_a_mount_is_refused_before_anything_is_built(checkpoints, tmp_path, monkeypatch):
+    """Nothing could be renamed to it in the end."""
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path / "engine")
+    with pytest.raises(EngineError, match=r"engine: is a mount, .* name a folder in it \(--output\)"):
+        build(settings(checkpoints), tmp_path / "engine")
+    assert not list(tmp_path.iterdir())
+
+
 def test_another_engine_at_the_output_is_replaced_only_by_force(pair, tmp_path):
     output = tmp_path / "engine"
     pair = (*pair, "--backend", "torch")

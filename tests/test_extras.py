@@ -14,7 +14,12 @@ from trtllm_dflash import extras
     [
         (None, "pip install 'trtllm-dflash[tp]'"),
         ("{", "pip install 'trtllm-dflash[tp]'"),
-        ({"url": "https://example.org/x.whl", "archive_info": {}}, "pip install 'trtllm-dflash[tp]'"),
+        ("[]", "pip install 'trtllm-dflash[tp]'"),
+        ({"url": "https://a.org/x.whl", "archive_info": {}}, "pip install 'trtllm-dflash[tp] @ https://a.org/x.whl'"),
+        (
+            {"url": "https://a.org/x.git", "vcs_info": {"vcs": "git", "commit_id": "c0ffee"}},
+            "pip install 'trtllm-dflash[tp] @ git+https://a.org/x.git@c0ffee'",
+        ),
         ({"url": "file:///a%20b/code", "dir_info": {"editable": True}}, "pip install -e '/a b/code[tp]'"),
         ({"url": "file:///code", "dir_info": {}}, "pip install '/code[tp]'"),
         ({"url": "file:///dist/x-0.1-py3-none-any.whl"}, "pip install '/dist/x-0.1-py3-none-any.whl[tp]'"),

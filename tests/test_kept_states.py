@@ -64,3 +64,40 @@ def test_no_state_is_gone_on_from_before_a_step_has_copied_it():
     read_prompt(slots, later)
     slots.begin_changes()
     assert admit(slots, range(1000, 1160)).rows == 150
+
+
+def test_a_state_that_a_later_sequence_s_failure_keeps_from_being_copied_is_forgotten():
+    slots = Slots(3, Paging(pages=9, rows=64, width=3), MARGIN, Checkpoints(3, 4, 4))
+    first = admit(slots, range(1000, 1100))
+    read_prompt(slots, first)
+    slots.leave(first)  # ended by the token that its prompt gave: the next step would copy its state
+    later = admit(slots, range(2000, 2100))
+    assert later.slot == first.slot
+    slots.leave(later, forget=True)  # that step has failed, and may have begun on the slot
+    assert slots.state_copies == []
+    assert admit(slots, range(1000, 1150)).rows == 0
+
+
+def test_states_of_a_failed_step_are_forgotten_though_their_sequence_has_left_its_slot():
+    slots = Slots(3, Paging(pages=9, rows=64, width=3), MARGIN, Checkpoints(3, 4, 4))
+    first = admit(slots, range(1000, 1100))
+    read_prompt(slots, first)
+    slots.leave(first)  # cancelled while the step is under way
+    slots.begin_changes()  # the next step has copied the state
+    slots.forget_states(first)
+    assert admit(slots, range(1000, 1150)).rows == 0
+    slots.forget_states(first)  # once more changes nothing
+
+
+def test_a_state_whose_place_another_has_now_is_not_forgotten_for_it():
+    checkpoints = Checkpoints(3, 1, 4)
+    slots = Slots(3, Paging(pages=9, rows=64, width=3), MARGIN, checkpoints)
+    first = admit(slots, range(1000, 1100))
+    read_prompt(slots, first)
+    slots.begin_changes()
+    second = admit(slots, range(2000, 2100))
+    read_prompt(slots, second)  # its state takes the only place
+    slots.leave(first, forget=True)
+    slots.begin_changes()
+    slots.leave(second)
+    assert admit(slots, range(2000, 2150)).rows == 100

@@ -13,18 +13,23 @@ _PACKAGE = "trtllm-dflash"
 
 def pip_install(extra: str) -> str:
     """Writes the command that installs an extra: from where this package was installed, an index only if it was one."""
-    place, is_editable = _source()
-    return f"pip install {'-e ' * is_editable}{shlex.quote(f'{place}[{extra}]')}"
+    said = _source()
+    url, named = str(said.get("url", "")), f"{_PACKAGE}[{extra}]"
+    vcs, folder = said.get("vcs_info"), said.get("dir_info")
+    if url.startswith("file:"):
+        place = url2pathname(urlsplit(url).path)
+        is_editable = isinstance(folder, dict) and bool(folder.get("editable"))
+        return f"pip install {'-e ' * is_editable}{shlex.quote(f'{place}[{extra}]')}"
+    if isinstance(vcs, dict):
+        url = f"{vcs.get('vcs')}+{url}@{vcs.get('commit_id')}"
+    return f"pip install {shlex.quote(f'{named} @ {url}' if url else named)}"
 
 
 @lru_cache(maxsize=1)
-def _source() -> tuple[str, bool]:
-    """Finds the folder or file that the package was installed from, else its name (PEP 610); and whether editable."""
+def _source() -> dict[str, Any]:
+    """Reads where the package was installed from (PEP 610); nothing of an index, or of what has no such record."""
     try:
-        said: dict[str, Any] = json.loads(metadata.distribution(_PACKAGE).read_text("direct_url.json") or "{}")
+        said = json.loads(metadata.distribution(_PACKAGE).read_text("direct_url.json") or "{}")
     except (metadata.PackageNotFoundError, ValueError):
-        return _PACKAGE, False
-    url = urlsplit(said.get("url", ""))
-    if url.scheme != "file":
-        return _PACKAGE, False
-    return url2pathname(url.path), bool(said.get("dir_info", {}).get("editable"))
+        return {}
+    return said if isinstance(said, dict) else {}

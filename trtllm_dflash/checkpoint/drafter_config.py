@@ -76,7 +76,13 @@ def read_drafter_config(raw: dict[str, Any], target_layers: int | None = None) -
 
 def is_deepspec(raw: dict[str, Any]) -> bool:
     """Whether a config.json is DeepSpec's."""
-    return "Qwen3DSparkModel" in raw.get("architectures", [])
+    return "Qwen3DSparkModel" in (raw.get("architectures") or [])
+
+
+def is_drafter(raw: dict[str, Any]) -> bool:
+    """Whether a config.json is a drafter's, in one of the formats."""
+    is_zlab = "dflash_config" in raw or "DFlashDraftModel" in (raw.get("architectures") or [])
+    return is_zlab or is_deepspec(raw) or "speculators_model_type" in raw
 
 
 def default_tap_layers(target_layers: int, layers: int) -> list[int]:

@@ -15,8 +15,9 @@ from trtllm_dflash.errors import CheckpointError, one_line
 PACKAGE = "package:"
 
 _TOKENIZERS = ("tokenizer.json", "tiktoken.model")
+_TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 # mask_embedding.pt is never loaded: a drafter that has one must be seen, to be refused.
-_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tiktoken", "mask_embedding.pt"]
+_FILES = [*_TEXT_FILES, "*.safetensors", "mask_embedding.pt"]
 
 
 def resolve(name_or_path: str, *, with_tokenizer: bool = False) -> Path:
@@ -51,8 +52,8 @@ def resolve(name_or_path: str, *, with_tokenizer: bool = False) -> Path:
     if not _is_complete(cached):
         return _download(name_or_path)
     if with_tokenizer and not any((cached / name).is_file() for name in _TOKENIZERS):
-        with suppress(CheckpointError):
-            return _download(name_or_path)
+        with suppress(Exception):  # out of reach, perhaps: it does without
+            _snapshot(name_or_path, local_files_only=False, revision=cached.name, patterns=_TEXT_FILES)
     return cached
 
 
@@ -92,10 +93,16 @@ def _download(repository: str) -> Path:
     raise CheckpointError(message)
 
 
-def _snapshot(repository: str, local_files_only: bool) -> Path:
+def _snapshot(
+    repository: str, local_files_only: bool, revision: str | None = None, patterns: list[str] = _FILES
+) -> Path:
     # Some repositories hold the weights in other formats too, in folders: gpt-oss's `original` and `metal`.
     found = huggingface_hub.snapshot_download(
-        repository, allow_patterns=_FILES, ignore_patterns=["*/*"], local_files_only=local_files_only
+        repository,
+        revision=revision,
+        allow_patterns=patterns,
+        ignore_patterns=["*/*"],
+        local_files_only=local_files_only,
     )
     return Path(found)
 

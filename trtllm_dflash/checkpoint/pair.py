@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from trtllm_dflash.checkpoint.drafter import DrafterCheckpoint, open_drafter
+from trtllm_dflash.checkpoint.drafter_config import is_drafter
 from trtllm_dflash.checkpoint.folder import CheckpointFolder
 from trtllm_dflash.checkpoint.quantized import QuantizedMatrix, check_tensors
 from trtllm_dflash.checkpoint.slicing import RankReader
@@ -49,7 +50,7 @@ def open_pair(target: Path, drafter: Path | None = None) -> Pair:
         PairError: the drafter is for another target; names both values.
     """
     folder = CheckpointFolder.open(target)
-    if {"dflash_config", "speculators_model_type"} & folder.config.keys():
+    if is_drafter(folder.config):
         raise CheckpointError(f"{target}: is a drafter's checkpoint: --drafter takes it, and --target its target's")
     with reading_config(target):
         config = as_stored(read_target_config(folder.config), folder.tensors)

@@ -67,6 +67,8 @@ def written_aside(path: Path, what: str = "engine", *, replaces: bool, knob: str
     """
     named = Path(os.path.abspath(path))  # "." has no name
     path = Path(os.path.realpath(path))  # a link would be replaced, and what it leads to would stay as it was
+    if path.is_mount():
+        raise EngineError(f"{named}: is a mount, which nothing can take the place of; name a folder in it ({knob})")
     aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     for place in {named, path}:

@@ -178,10 +178,10 @@ def _caches(text: Mapping[str, Any], heads: int, head_size: int) -> tuple[CacheS
 def _kinds(text: Mapping[str, Any]) -> list[str]:
     """Lists the kinds of attention, one a layer."""
     layers = int(text["num_hidden_layers"])
-    if _VALUE_HEADS in text:
-        return layer_types(text, layers)
     named = list(text.get("layer_types") or [])
-    return named + [_FULL] * (layers - len(named))
+    if not named and text.get(_VALUE_HEADS):
+        return layer_types(text, layers)
+    return (named + [_FULL] * layers)[:layers]
 
 
 def _state_bytes(text: Mapping[str, Any]) -> int:

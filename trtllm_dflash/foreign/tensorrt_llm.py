@@ -179,8 +179,8 @@ def cache_fraction(plan: Plan) -> float:
     if share <= 0:
         raise SettingsError(
             f"--max-batch {plan.max_batch}: the drafter's rows of {plan.max_batch + 1} sequences of "
-            f"{plan.max_seq_len} tokens leave none of a {plan.gpu.name} for the target's; use fewer, or a smaller "
-            "--max-seq-len"
+            f"{plan.max_seq_len} tokens leave none of a {plan.gpu.name} for the target's; use a smaller "
+            f"--max-seq-len{' or fewer' * (plan.max_batch > 1)}"
         )
     return min(_MOST, share)
 

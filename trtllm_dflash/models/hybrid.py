@@ -76,7 +76,7 @@ def layer_types(raw: Mapping[str, Any], layers: int) -> list[str]:
     Raises:
         CheckpointError: they are not so many, or of other kinds.
     """
-    every = raw.get("full_attention_interval", _INTERVAL)
+    every = raw.get("full_attention_interval") or _INTERVAL
     types = raw.get("layer_types") or [_DELTA if (i + 1) % every else _FULL for i in range(layers)]
     if len(types) != layers or not set(types) <= {_DELTA, _FULL}:
         raise CheckpointError(f"config.json: layer_types must say {_DELTA} or {_FULL} for each of {layers} layers")

@@ -40,16 +40,19 @@ def rope_scaling(raw: dict[str, Any]) -> dict[str, Any]:
         CheckpointError: they are no object, or are there under both names and differ.
     """
     found = {key: raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key)}
+    settings: dict[str, Any] = {}
     for key, scaling in found.items():
         if not isinstance(scaling, dict):
             raise CheckpointError(f"config.json: {key} {scaling!r} is not an object")
-    first, *others = found.values() or [{}]
-    if others and others != [first]:
-        raise CheckpointError(
-            "config.json: rope_parameters and rope_scaling differ; put all settings into rope_parameters, and remove "
-            "rope_scaling"
-        )
-    return first
+        said = {name: value for name, value in scaling.items() if value is not None and name != "type"}
+        said["rope_type"] = scaling.get("rope_type") or scaling.get("type") or "default"
+        if any(settings[name] != value for name, value in said.items() if name in settings):
+            raise CheckpointError(
+                "config.json: rope_parameters and rope_scaling differ; put all settings into rope_parameters, and "
+                "remove rope_scaling"
+            )
+        settings |= said
+    return settings if len(found) > 1 else next(iter(found.values()), {})
 
 
 def read_rope(raw: dict[str, Any]) -> RopeConfig:
@@ -118,7 +121,7 @@ def _read_yarn(scaling: dict[str, Any], theta: float, raw: dict[str, Any]) -> Ro
         original_max_positions=original,
         beta_fast=scaling.get("beta_fast") or 32.0,
         beta_slow=scaling.get("beta_slow") or 1.0,
-        truncate=scaling.get("truncate") is not False,
+        truncate=bool(scaling.get("truncate", True)),
         attention_factor=attention,
     )
 

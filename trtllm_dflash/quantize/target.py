@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from trtllm_dflash.errors import CheckpointError, first_line, one_line
 from trtllm_dflash.models.qwen3_moe import Qwen3Moe
@@ -50,6 +51,8 @@ def quantize_target(
         with quiet(), torch.inference_mode():
             modelopt.quantize(model, recipe(modelopt, format, kv), forward_loop=calibrate)
             export(model, export_dir=output)
+    except (OSError, SafetensorError):  # of the output
+        raise
     except Exception as error:  # the library raises whatever comes of a model that it does not know
         raise CheckpointError(f"{source}: ModelOpt cannot quantize it to {format}: {one_line(error)}") from error
     for name in TOKENIZER_FILES:

@@ -79,12 +79,18 @@ class Checkpoints:
         self._kept.append(Checkpoint(place, tokens, length))
         return self._kept[-1]
 
-    def drop(self, state: Checkpoint) -> None:
-        """Forgets a state, if it is kept still."""
+    def at(self, place: int) -> Checkpoint | None:
+        """Finds the state that is kept at a place."""
+        return next((kept for kept in self._kept if kept.place == place), None)
+
+    def drop(self, state: Checkpoint) -> bool:
+        """Forgets a state, if it is kept still; returns whether it was."""
         others = [kept for kept in self._kept if kept is not state]
-        if len(others) < len(self._kept):
+        is_kept = len(others) < len(self._kept)
+        if is_kept:
             self._kept = others
             self._free.append(state.place)
+        return is_kept
 
 
 def checkpoints_of(session: Session) -> Checkpoints | None:

@@ -353,7 +353,9 @@ class Scheduler:
             packed = launched.outcome.packed()
         except Exception as error:
             for stay in launched.stays:
-                if not stay.over:
+                if stay.over:
+                    self._slots.forget_states(stay)
+                else:
                     self._fail(stay, error)
             return
         for stay, wrong in launched.errors.items():
@@ -459,6 +461,8 @@ class Scheduler:
             stay.note_drafter_rows()
         rows = stay.rows = stay.rows + count
         self.statistics.kv_tokens_in_use += count
+        if stay.states:  # those up to here are as good as what was read
+            stay.states = [(end, state) for end, state in stay.states if end > rows]
         try:
             self._slots.record(stay)
             self._slots.give_back(stay)

@@ -25,7 +25,7 @@ class Stay:
         block: rows that its next step can verify: the bonus token, and the drafts that its last step left, or a tree's.
         tree: whether those drafts are a tree.
         kept: tokens up to its last state that is kept, of recurrent layers.
-        states: those that it has left to later prompts.
+        states: those that pieces which are not read yet have left to later prompts, with the tokens up to each.
         quiet: tokens up to which its reply grows without a look at it: there are pages for them, and it goes on.
         goes_on: tokens up to which none of the steps under way can bring its end; -1: each of them may.
         over: it has left the slot: the outcome of steps that are still under way is nobody's.
@@ -46,7 +46,7 @@ class Stay:
     quiet: float = -1
     goes_on: int = -1
     over: bool = False
-    states: list[Checkpoint] = field(default_factory=list)
+    states: list[tuple[int, Checkpoint]] = field(default_factory=list)
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -186,7 +186,7 @@ class Slots:
         state = checkpoints.keep(stay.sequence.tokens(0, end), first)
         if state is not None:
             self.state_copies.append((stay.slot, state.place))
-            stay.states.append(state)
+            stay.states.append((end, state))
 
     def _reach(self, ids: list[int]) -> Reach:
         checkpoints, unwritten = self._checkpoints, self._unwritten()
@@ -235,7 +235,8 @@ class Slots:
         """Frees a slot; its rows stay, for later prompts that begin with them, or are forgotten."""
         stay.sequence.pages = len(stay.lease.nodes)
         if forget:
-            self._forget_states(stay)
+            self._forget_copies(stay.slot)
+            self.forget_states(stay)
             self.pages.forget(stay.lease)
         else:
             self.record(stay)
@@ -247,12 +248,20 @@ class Slots:
         del self._stays[stay.sequence]
         insort(self._free, stay.slot)
 
-    def _forget_states(self, stay: Stay) -> None:
-        """Forgets the states that a slot has left to others, or would have."""
-        for state in stay.states:
-            assert self._checkpoints is not None
-            self._checkpoints.drop(state)
-        self.state_copies = [copy for copy in self.state_copies if stay.slot not in copy]
+    def forget_states(self, stay: Stay) -> None:
+        """Forgets the states that a sequence, which may be over, has left to others in steps that are not read."""
+        for _, state in stay.states:
+            if self._checkpoints is not None and self._checkpoints.drop(state):
+                self.state_copies = [copy for copy in self.state_copies if copy[1] != state.place]
+        stay.states.clear()
+
+    def _forget_copies(self, slot: int) -> None:
+        """Forgets the states that a slot would have left to others, also those of sequences that had it before."""
+        for source, target in self.state_copies:
+            state = self._checkpoints.at(target) if self._checkpoints is not None and source == slot else None
+            if state is not None and self._checkpoints is not None:
+                self._checkpoints.drop(state)
+        self.state_copies = [copy for copy in self.state_copies if slot not in copy]
 
     def _show(self, stay: Stay, places: Iterable[int]) -> None:
         """Notes the pages of layers with a window that a slot has at these places."""

@@ -183,7 +183,7 @@ def _read(file: Path, machine: dict[str, str]) -> dict[str, MixedStepTimes]:
         }
         are_times = all(0 < seconds < math.inf for of in times.values() for seconds in of.values())
         return times if are_times else {}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError, RecursionError):
         return {}
 
 

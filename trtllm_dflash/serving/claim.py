@@ -47,19 +47,21 @@ class Claim:
                 self._take(undo)
             except OSError as error:
                 place = Path(error.filename or SHARED_MEMORY)
-                knob = "TMPDIR" if place.is_relative_to(tempfile.gettempdir()) else "docker run --shm-size"
-                raise EngineError(f"{place}: {error.strerror}; a server needs room there ({knob})") from None
+                knob = "docker run --shm-size" if place.is_relative_to(SHARED_MEMORY) else "TMPDIR"
+                raise EngineError(f"{place}: {error.strerror}; a server has files there ({knob})") from None
             undo.pop_all()
 
     def _take(self, undo: ExitStack) -> None:
         undo.callback(_lock_of(self.name).unlink, missing_ok=True)
         self._lock = _locked(_lock_of(self.name))
+        undo.callback(_close, self._lock)
         self.folder = Path(tempfile.mkdtemp(prefix=f"{self.name}-"))
         undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
         self._lock.write(bytes(self.folder))
         self._lock.flush()
         # Whoever cleans up old temporary files passes over a locked folder and what is in it (tmpfiles.d(5)).
         self._kept = os.open(self.folder, os.O_RDONLY | os.O_CLOEXEC)
+        undo.callback(os.close, self._kept)
         fcntl.flock(self._kept, fcntl.LOCK_SH)
         self.control = self.folder / "control"
         self.control.mkdir()
@@ -143,6 +145,11 @@ def _locked(file: Path) -> IO[bytes]:
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(lock.fileno()), file.stat()):
                 return lock
+        lock.close()
+
+
+def _close(lock: IO[bytes]) -> None:
+    with suppress(OSError):  # what it could not write before, it cannot now
         lock.close()
 
 

@@ -103,10 +103,9 @@ class EngineModel:
         try:
             settings = ServiceSettings.model_validate(texts)
         except ValidationError as error:
-            (name, *_), reason = error.errors()[0]["loc"], error.errors()[0]["msg"]
-            raise SettingsError(
-                f"config.pbtxt of {config['name']}: {name} {texts[str(name)]}: {reason}; deploy again"
-            ) from None
+            problem = error.errors()[0]
+            given = "".join(f"{name} {texts.get(str(name), '')}: " for name in problem["loc"][:1])
+            raise SettingsError(f"config.pbtxt of {config['name']}: {given}{problem['msg']}; deploy again") from None
         length = settings.draft_length if settings.draft else 0
         tree = tree_beside(parameter(config, "draft_tree"), length, stored.block_size)
         self._llm = self.open(engine, parameter(config, "device"), kernels, tree)

@@ -16,7 +16,14 @@ from trtllm_dflash.extras import pip_install
 from trtllm_dflash.serving.claim import Claim
 from trtllm_dflash.serving.endpoints import Endpoints
 from trtllm_dflash.serving.gate import Gate
-from trtllm_dflash.serving.repository import DeploySettings, deploy, is_found, render, streaming_and_deadline
+from trtllm_dflash.serving.repository import (
+    DeploySettings,
+    deploy,
+    is_found,
+    is_repository,
+    render,
+    streaming_and_deadline,
+)
 from trtllm_dflash.serving.server import DRAIN_SECONDS, RANK_MODEL, Server
 from trtllm_dflash.serving.triton import is_named
 
@@ -114,7 +121,7 @@ def serving(
         try:
             stack.enter_context(server)
         except EngineError as error:  # which names the link where it means what it leads to
-            raise EngineError(str(error).replace(str(served), str(repository or served))) from None
+            raise EngineError(str(error).replace(f"{served}/", f"{repository or served}/")) from None
         gateway = stack.enter_context(GatewayThread(app, endpoints)) if app is not None else None
         try:
             yield Serving(server, gateway)
@@ -148,12 +155,12 @@ def _check_repository(repository: Path, engine: Path) -> None:
         raise SettingsError(f"--repository {repository}: there is no such directory; make one: trtllm-dflash deploy")
     if not any(repository.glob("*/config.pbtxt")):
         raise SettingsError(f"--repository {repository}: holds no model; make one: trtllm-dflash deploy")
-    for config in repository.glob("*/config.pbtxt"):
-        code = config.parent / "1" / "model.py"
-        if 'backend: "python"' in config.read_text(errors="replace") and not code.is_file():
-            raise SettingsError(f"--repository {repository}: {code} is missing; deploy again")
-    name = f"{RANK_MODEL}/config.pbtxt"
-    (line,) = [line for line in render(engine, DeploySettings())[name].splitlines() if '"engine"' in line]
+    files, name = render(engine, DeploySettings()), f"{RANK_MODEL}/config.pbtxt"
+    if is_repository(repository):  # of which models may be missing, but not parts of them
+        for part in map(repository.joinpath, files):
+            if (repository / part.relative_to(repository).parts[0]).is_dir() and not part.is_file():
+                raise SettingsError(f"--repository {repository}: {part} is missing; deploy again")
+    (line,) = [line for line in files[name].splitlines() if '"engine"' in line]
     # One without this model is somebody's own, and as good as they made it.
     if (repository / name).is_file() and line not in (repository / name).read_text(errors="replace").splitlines():
         raise SettingsError(

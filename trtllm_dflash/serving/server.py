@@ -193,13 +193,14 @@ class Server:
             if self.tp > 1:
                 self._claim.note_memory()
             if self._process.poll() is not None:  # type: ignore[union-attr]
-                raise EngineError(self._why_it_did_not_start())
+                ending = _ending(self._process.returncode)  # type: ignore[union-attr]
+                raise EngineError(self._why(f"Triton ended while it started ({ending})"))
             if self.patience is not None and time.monotonic() - begin > self.patience:
                 raise EngineError(f"Triton is not ready after {self.patience:g} s; its log: {self.log}")
             loaded = len(re.findall(rb'"successfully loaded \'', self._read_log(self.log)))
             self.progress("loading", loaded, models)
             if stalls.look():
-                raise EngineError(f"the process of a model ended before it began to load; the server's log: {self.log}")
+                raise EngineError(self._why("the process of a model has ended, and Triton waits for it"))
             time.sleep(_PAUSE)
         self.progress("loading", models, models)
         self._members = [it for it in find_processes(self._claim.name) if it.what and it.pid != self.pid]
@@ -222,13 +223,13 @@ class Server:
             return file.read()
         return b""
 
-    def _why_it_did_not_start(self) -> str:
-        assert self._process is not None
+    def _why(self, otherwise: str) -> str:
+        """Says why it did not start: what a log tells, or else what was seen."""
         for log in self._logs():
             cause = find_cause(self._read_log(log).decode(errors="replace"))
             if cause is not None:
                 return f"{cause}; the server's log: {log}"
-        return f"Triton ended while it started ({_ending(self._process.returncode)}); its log: {self.log}"
+        return f"{otherwise}; its log: {self.log}"
 
     # -- watching ----------------------------------------------------------------------------------------------------
 

@@ -51,7 +51,6 @@ class Triton:
         for place in (sys.prefix, __file__):
             if not is_named(Path(place)):
                 raise EngineError(f"{place}: Triton's Python models import from ASCII paths alone; install elsewhere")
-        _check_installed()
         # The process of a Python model takes its interpreter's prefix, and so its packages, from `python3` on PATH.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
         environment = {**os.environ, "PATH": path}
@@ -69,6 +68,7 @@ class Triton:
         """Makes a backend directory of links into the wheel, with the process for this version of Python."""
         version = "{}.{}".format(*sys.version_info)
         stub = wheel / "python_backend_stubs" / version / STUB
+        _check_installed()
         numpy = metadata.version("numpy")
         if int(numpy.split(".")[0]) >= 2:
             raise EngineError(
@@ -96,18 +96,22 @@ class Triton:
 
 
 def _check_installed() -> None:
-    """Checks that models, whose interpreters read no PYTHONPATH, import this package and no other.
+    """Checks that models, whose interpreters read no PYTHONPATH from Python 3.11 on, import this package and no other.
 
     Raises:
         EngineError: they import another, or none.
     """
+    if sys.version_info < (3, 11):
+        return
     own = Path(__file__).parents[1]
-    search = f"import importlib.util; print(getattr(importlib.util.find_spec({own.name!r}), 'origin', ''))"
-    found = subprocess.run([sys.executable, "-I", "-c", search], capture_output=True, text=True).stdout.strip()
-    if not found or Path(found).parent.resolve() != own.resolve():
+    search = f"import importlib.util as u; print(getattr(u.find_spec({own.name!r}), 'origin', None) or '')"
+    words = [sys.executable, "-I", "-c", search]
+    *_, found = subprocess.run(words, capture_output=True, text=True).stdout.splitlines() or [""]
+    place = Path(found).parent if found else None
+    if place is None or place.resolve() != own.resolve():
         raise EngineError(
-            f"Triton's models import {own.name} from {Path(found).parent if found else 'nowhere'}, and this is "
-            f"{own}: install this one (pip install {own.parent}), or run that one's trtllm-dflash"
+            f"Triton's models import {own.name} from {place or 'nowhere'}, and this is {own}: install this one "
+            f"(pip install {own.parent}), or run that one's trtllm-dflash"
         )
 
 

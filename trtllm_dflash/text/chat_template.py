@@ -37,7 +37,7 @@ def check_templates(said: object, file: Path) -> None:
         raise CheckpointError(f"{file}: chat_template is not a list of names and templates") from None
     for template in named.values():
         check_syntax(template, file)
-    if "default" not in named:
+    if named and "default" not in named and not (file.parent / "chat_template.jinja").is_file():  # which goes before
         raise CheckpointError(f"{file}: none of its chat templates is named default; there are {', '.join(named)}")
 
 
