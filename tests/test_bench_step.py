@@ -224,6 +224,14 @@ def test_the_report_holds_every_arm_at_every_batch(tmp_path):
     assert "not measured" in text
 
 
+def test_an_engine_with_short_pages_is_timed(tmp_path):
+    engine = tmp_path / "engine"
+    succeeds("build", "--model", "tiny", "--backend", "torch", "--page-size", 64, "--output", engine)
+    flags = ("--batch", 2, "--rows", 16, "--cache-length", 128, "--rounds", 1, "--steps", 2, "--device", "cpu")
+    succeeds("bench", "step", "--engine", engine, *flags, "--json", tmp_path / "step.json")
+    assert {row["arm"] for row in json.loads((tmp_path / "step.json").read_text())["rows"]} == {"plain", "drafted"}
+
+
 def test_without_imposed_acceptance_there_are_no_tokens_a_second(tmp_path):
     text = succeeds("bench", "step", *QUICK, "--batch", 1, "--json", tmp_path / "step.json")
     assert "tokens/s" not in text

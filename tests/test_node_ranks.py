@@ -190,8 +190,10 @@ def test_ranks_are_counted_of_the_drafts_that_replies_got():
     ranks = [[1, 2, 1], [3], [], [1, 1, 4, 2]]
     rows = [[len(own), 7, 7, 7, 7, 7, *own, *[0] * (4 - len(own))] for own in ranks]
     rows.append([0, 7, 7, 7, 7, 7, 0, 0, 0, 0])  # a piece of a prompt
-    decided = torch.tensor(rows, dtype=torch.int32)
-    captured, listed = Outcome(decided, first_rank=6), Outcome(decided[:, :6], ranks=[*ranks, []])
+    next_tokens = [900, 901, 902]  # behind the ranks of steps that are shaped
+    decided = torch.tensor([row + next_tokens for row in rows], dtype=torch.int32)
+    captured = Outcome(decided, first_rank=6, rank_columns=4)
+    listed = Outcome(decided[:, :6], ranks=[*ranks, []])
     for counts in ([3, 1, 0, 4], [0, 1, 0, 4], [3, 1, 0, 2], [0] * 4):
         expected = Counter(rank for own, count in zip(ranks, counts, strict=True) for rank in own[:count])
         for outcome in (captured, listed):
@@ -202,7 +204,7 @@ def test_ranks_are_counted_of_the_drafts_that_replies_got():
 
 def test_tokens_that_may_have_come_are_told_before_they_are_read():
     """Those behind a wrong draft too; never accepted drafts' number or ranks."""
-    outcome = Outcome(torch.tensor([[1, 7, 8, 9, 2, 0], [0, 6, 7, 7, 0, 0]]), first_rank=4)
+    outcome = Outcome(torch.tensor([[1, 7, 8, 9, 2, 0], [0, 6, 7, 7, 0, 0]]), first_rank=4, rank_columns=2)
     for tokens, expected in (([7], True), ([5, 9], True), ([5], False), ([0, 1, 2], False), ([], False), ([8], True)):
         assert outcome.may_have({token: np.full((1, 1), token, np.int32) for token in tokens}) == expected
 

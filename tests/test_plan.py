@@ -454,6 +454,7 @@ def test_a_plan_says_how_many_conversations_the_pages_hold():
     few = planned("--gpu", "h200", "--kv-memory", 1, "--max-seq-len", 8192)
     assert 8192 <= few.largest_seq_len < 64 * few.pages.count  # one sequence that fills the pages
     assert 8 <= few.largest_batch < 1000
+    assert max(point.batch for point in few.points) == few.pages.conversations(few.cache_length + few.block_size)
 
 
 def test_every_batch_has_a_plain_step_and_its_best_length_commits_the_most():

@@ -172,6 +172,15 @@ def test_auto_takes_the_fewest_bits_that_gpu_and_checkpoint_have(layout, gpu, ta
     assert ("quantize --format nvfp4" in choice.said) == says_how
 
 
+@pytest.mark.parametrize("precision", [None, "auto"])
+def test_a_gpu_without_bf16_gets_fp16_of_tensorrt(precision, tmp_path):
+    config = open_pair(make_target(tmp_path, layers=2)).target_config
+    assert choose_precision(config, None, "tensorrt", precision, None, "sm75").engine == "fp16"
+    assert choose_precision(config, None, "torch", precision, None, "sm75").engine == "bf16"
+    with pytest.raises(SettingsError, match="--precision bf16: sm75 has fp16, fp32, and no bf16"):
+        choose_precision(config, None, "tensorrt", "bf16", None, "sm75")
+
+
 def test_build_says_what_auto_chose(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     said = succeeds("build", "--model", "tiny", "--precision", "auto", "--output", tmp_path / "engine")

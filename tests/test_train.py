@@ -480,6 +480,14 @@ def test_general_data_is_the_share_that_was_asked_for(tmp_path):
     assert any(record.domain == "all" for record in parts.held_out)
 
 
+def test_general_prompts_are_no_larger_a_share_of_what_is_measured_on(tmp_path):
+    own = write(tmp_path / "own.jsonl", [{"prompt": f"own {i}", "domain": "own"} for i in range(300)])
+    general = write(tmp_path / "all.jsonl", [{"prompt": f"all {i}", "domain": "all"} for i in range(3000)])
+    parts = split(settings(own, general=general, general_share=0.2, held_out=0.2, evaluate_on=50))
+    assert len(parts.held_out) == 50
+    assert sum(record.domain == "all" for record in parts.held_out) == 10
+
+
 def test_conversations_end_before_the_reply_and_thinking_has_its_share(tmp_path):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rows: list[object] = [{"messages": [{"role": "system", "content": str(i)}, *messages]} for i in range(100)]
@@ -504,8 +512,9 @@ def test_replies_are_the_target_s_or_a_record_s_own_and_are_made_once(tmp_path):
         assert [list(d.token_ids[d.prompt :]) for d in read_documents(tmp_path / "asked")] == greedy
         assert rates == [(6, 1)]
 
-        assert regenerate(llm, records, tmp_path / "kept", params, keep=True, **quiet) == 0
-        kept = read_documents(tmp_path / "kept")  # as long as the engine: nothing of b's reply is left
+        # b is as long as the engine: nothing of its reply is left.
+        assert regenerate(llm, records, tmp_path / "kept", params, keep=True, **quiet) == 1
+        kept = read_documents(tmp_path / "kept")
         assert [(list(d.token_ids), d.prompt, d.domain) for d in kept] == [
             ([1, 2, 3] + [9] * 29, 3, "x"),
             ([4, 5, 7, 8], 2, "y"),

@@ -202,7 +202,7 @@ int count_clusters(int blocks)
         cudaGetLastError(); // nobody else's
         clusters = 0;
     }
-    if (is_known)
+    if (is_known && error == cudaSuccess)
     {
         found[device][blocks] = clusters + 1;
     }

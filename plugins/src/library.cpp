@@ -13,5 +13,6 @@ extern "C" char const* dflash_architectures(void)
 
 extern "C" char const* dflash_error_string(int32_t error)
 {
+    cudaGetLastError(); // else the next launch of somebody's would be taken for this one, which is told
     return cudaGetErrorString(static_cast<cudaError_t>(error));
 }

@@ -71,6 +71,11 @@ def test_what_a_server_did_before_is_not_counted():
     assert after.since(before).length == 6
 
 
+def test_a_server_that_began_anew_meanwhile_has_not_counted():
+    before = parse_metrics(VLLM)
+    assert parse_metrics(VLLM.replace(" 120.0", " 13.0")).since(before) is None
+
+
 def test_sglangs_metrics_hold_a_mean_and_no_counts():
     reading = parse_metrics(SGLANG)
     assert (reading.server, reading.drafts, reading.mean_length) == ("sglang", None, 5.37)

@@ -111,6 +111,7 @@ def test_shaped_steps_tell_the_ranks_of_trees_that_were_left_and_the_drafts_behi
     sequences, statistics = served(llm, 3, params)
     accepted = sum(statistics.accepted.values())
     assert 0 < sum(statistics.ranks.values()) < accepted == sum(sequence.accepted for sequence in sequences)
+    assert set(statistics.ranks) <= set(range(1, RANKS + 1)), "tokens stand behind the ranks"
 
 
 def test_steps_that_share_rows_tell_the_ranks_of_trees_that_were_left():

@@ -299,7 +299,7 @@ class StepBench:
             self.session.place(Place(slot, position, beside))
 
     def _begin(self, arm: Arm, slot: int, position: int) -> Outcome:
-        if not (arm.tree or arm.shares):
+        if not (arm.tree or arm.shares or self._is_paged):
             return self.session.prefill(Prefill(slot, position, [0], True, arm.drafting, arm.rows))
         piece = Piece(slot, position, [0], last=True)
         how = arm.drafting, self._block(arm)
@@ -309,10 +309,15 @@ class StepBench:
         if arm.shares:
             slots, share = [(slot, self.plan.config.block_size) for slot in range(batch)], batch * arm.rows
             return self.session.run(Step(slots, [], arm.drafting, arm.rows, False, chances=True, share=share))
-        if not arm.tree:
+        if not (arm.tree or self._is_paged):
             return self.session.decode(Decode([arm.rows] * batch, arm.drafting, arm.rows, sampled=False))
         slots = [(slot, arm.rows) for slot in range(batch)]
         return self.session.run(Step(slots, [], arm.drafting, self._block(arm), sampled=False, tree=arm.tree))
+
+    @property
+    def _is_paged(self) -> bool:
+        """Whether caches lie in pages that only whole steps find by their tables: without our kernels."""
+        return self.session.paging.width > 1 and getattr(self.session, "library", None) is None
 
     def _block(self, arm: Arm) -> int:
         return self.plan.config.block_size if arm.tree else arm.rows

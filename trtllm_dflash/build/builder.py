@@ -91,7 +91,7 @@ def _write(
         else:
             for rank in range(config.tp):
                 _write_rank(pair, config, rank, folder / weights_file(rank), progress)
-        files = {file.name: digest(file) for file in sorted(folder.iterdir())}
+        files = {file.name: digest(file) for file in sorted(folder.iterdir()) if file.suffix != ".log"}
         config = config.model_copy(update={"files": files})
         (folder / CONFIG_FILE).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
 

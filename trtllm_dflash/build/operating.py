@@ -16,7 +16,7 @@ from trtllm_dflash.cost.acceptance import ImposedAcceptance, check_acceptance
 from trtllm_dflash.cost.eagle3 import VOCABULARY, Eagle3Count, Eagle3Draft
 from trtllm_dflash.cost.floor import StepCount
 from trtllm_dflash.cost.gpus import GPUS, PublishedGPU, find_gpu
-from trtllm_dflash.cost.memory import check_fits, fits_in
+from trtllm_dflash.cost.memory import check_fits, fits_in, pages_on_gpu
 from trtllm_dflash.cost.prediction import predict_parts, predict_step
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.ladder import draft_lengths
@@ -274,7 +274,16 @@ class _Node:
         """Lists the numbers of slots to look at, up to the most that fit with so many bytes besides."""
         room = self._gpu.usable_bytes - besides
         gpu = self._gpu
-        most = largest(0, self._most, lambda n: fits_in(room, engine.model_copy(update={"max_batch": n}), gpu))
+        rows = self._length + engine.block_size
+
+        def fits(slots: int) -> bool:
+            config = engine.model_copy(update={"max_batch": slots})
+            if not fits_in(room, config, gpu):
+                return False
+            paging = pages_on_gpu(config, gpu)
+            return config.kv_memory is None or slots * -(-rows // paging.rows) <= paging.pages
+
+        most = largest(0, self._most, fits)
         yield from takewhile(lambda batch: batch < most, _batches())
         if most:
             yield most

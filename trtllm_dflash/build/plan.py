@@ -211,8 +211,10 @@ def make_plan(build: BuildSettings, settings: PlanSettings, batches: tuple[int, 
     most = largest(config.max_batch, _MOST_SLOTS, lambda n: fits(max_batch=n))
     longest = largest(config.max_seq_len, config.target.max_positions, lambda n: fits(max_seq_len=n))
     length = settings.cache_length or min(_CACHE_LENGTH, config.max_seq_len - 1)
+    pages = _pages(config, gpu)
+    at_once = most if pages is None else max(1, min(most, pages.conversations(length + config.block_size)))
     if batches is None:
-        batches = tuple(batch_sizes(min(most, _MOST_BATCH)))
+        batches = tuple(batch_sizes(min(at_once, _MOST_BATCH)))
     moe = config.target.moe
     return BuildPlan(
         model=config.name,
@@ -229,12 +231,12 @@ def make_plan(build: BuildSettings, settings: PlanSettings, batches: tuple[int, 
         cache_length=length,
         acceptance=settings.acceptance,
         memory=_memory(config, memory, gpu),
-        pages=_pages(config, gpu),
+        pages=pages,
         largest_batch=most,
         largest_seq_len=longest,
         error_bound=error_bound(config),
         assumptions=[*assumptions(config, gpu, settings.acceptance), *_of_drafter(config)],
-        points=_points(config, gpu, settings.acceptance, sorted({min(batch, most) for batch in batches}), length),
+        points=_points(config, gpu, settings.acceptance, sorted({min(batch, at_once) for batch in batches}), length),
     )
 
 

@@ -42,6 +42,9 @@ class PrecisionChoice:
     said: str | None
 
 
+_BF16 = 80  # the compute capability from which on TensorRT has it
+
+
 @dataclass(frozen=True)
 class _Place:
     """The backend and GPU that an engine is built for."""
@@ -54,7 +57,8 @@ class _Place:
     def has(self) -> list[str]:
         """Lists the precisions that it supports, the fewest bits first."""
         formats = [name for name, least in CAPABILITY.items() if self.gpu is None or self.gpu >= least]
-        return [*reversed(formats), "bf16", "fp16", "fp32"]
+        has_bf16 = self.backend == "torch" or self.gpu is None or self.gpu >= _BF16
+        return [*reversed(formats), *(["bf16"] if has_bf16 else []), "fp16", "fp32"]
 
     def check(self, knob: str, wanted: str) -> None:
         if wanted not in self.has:
@@ -81,9 +85,12 @@ def choose_precision(
     """
     on_gpu = backend == "tensorrt" or gpu is not None or torch.cuda.is_available()
     engine: Precision = "bf16" if on_gpu else "fp32"
+    if on_gpu and engine not in _Place(backend, engine, _capability(gpu)).has:
+        engine = "fp16"
     if precision == "fp32" or precision == "bf16" or precision == "fp16":
         engine = precision
     place = _Place(backend, engine, _capability(gpu))
+    place.check(f"--precision {engine}", engine)
     to_engine = precision == engine
     target_format = None if to_engine else _format(place, "--precision", precision, "target", target)
     changes = _changes(target, target_format, rounded_to_fp8(target_weights(target)))

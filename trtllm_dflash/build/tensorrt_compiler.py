@@ -82,7 +82,7 @@ def compile_rank(
         if monitor.is_cancelled:
             raise KeyboardInterrupt
         if plan is None:
-            raise EngineError(_refusal(config, step, logger.errors, settings.log))
+            raise EngineError(_refusal(config, step, logger.errors))
         if cache is not None:
             save_timing_cache(options, cache)
     return Plan(memoryview(plan), step.network.num_layers, step.weight_count, step.transcoded)
@@ -212,15 +212,17 @@ def _monitor(trt: Any, what: str, progress: Progress) -> Any:
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-def _refusal(config: EngineConfig, step: StepNetwork, errors: list[str], log: Path | None) -> str:
+_MOST_SAID = 1000  # characters of TensorRT's words; its log goes with the engine that is not made
+
+
+def _refusal(config: EngineConfig, step: StepNetwork, errors: list[str]) -> str:
     """Writes one line: where, why and which knob, then TensorRT's own words."""
     # The last error is the cause; without a GPU the first only says that there is none.
     said = " ".join(errors[-1].split()) if errors else "no reason given"
     names = [step.network.get_layer(i).name for i in range(step.network.num_layers)]
     layer = max((name for name in names if any(name in error for error in errors)), key=len, default=None)
     where = f" at {layer}" if layer else ""
-    more = f" (all of it: {log})" if log is not None else ""
-    return f"TensorRT refused the step{where}: {_knob(config, said)}; it says: {said[:400]}{more}"
+    return f"TensorRT refused the step{where}: {_knob(config, said)}; it says: {said[:_MOST_SAID]}"
 
 
 def _knob(config: EngineConfig, said: str) -> str:

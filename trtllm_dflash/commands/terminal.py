@@ -23,7 +23,7 @@ from rich.progress import (
 def show(*what: RenderableType) -> None:
     """Print tables and lines, one below the other: as wide as the terminal, or 200 columns where there is none."""
     is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: it was closed before we began
-    console = Console(width=None if is_terminal else 200)
+    console = Console(width=None if is_terminal else 200, markup=False, emoji=False)  # texts may hold any [/word]
     with console.capture() as capture:  # rich would end with 1 where the reader has gone
         console.print(*what, sep="\n", highlight=False)
     click.echo(capture.get(), nl=False)

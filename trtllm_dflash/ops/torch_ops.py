@@ -367,8 +367,7 @@ class TorchOps(TorchFamilyOps, TorchDraftingOps):
         descending, vocabulary = scaled.sort(dim=-1, descending=True).values, logits.shape[-1]
 
         top_k = torch.where(sampling.top_k > 0, sampling.top_k, vocabulary).clamp(max=vocabulary)
-        index = (top_k.long() - 1)[:, None, None].expand(-1, logits.shape[1], 1)
-        smallest = descending.gather(-1, index)  # [B, R, 1]
+        smallest = descending.gather(-1, (top_k.long() - 1)[:, None, None].expand(-1, logits.shape[1], 1))  # [B, R, 1]
         if sampling.min_p is not None:
             smallest = smallest.maximum(sampling.min_p.log()[:, None, None])  # the largest is 0
 
@@ -382,8 +381,7 @@ class TorchOps(TorchFamilyOps, TorchDraftingOps):
 
         probs = self.probabilities(scaled.masked_fill(scaled < smallest, -torch.inf))
         cdf = self.running_sum(probs)
-        point = sampling.uniform[..., None] * cdf[..., -1:]
-        drawn = (cdf <= point).sum(dim=-1)
+        drawn = (cdf <= sampling.uniform[..., None] * cdf[..., -1:]).sum(dim=-1)
         # Rounding may put the point at the very end: the last id that was kept is meant.
         last = torch.where(probs > 0, torch.arange(vocabulary, device=logits.device), 0).amax(dim=-1)
         return torch.where(greedy[:, None], logits.argmax(dim=-1), drawn.minimum(last)).int()
@@ -392,7 +390,9 @@ class TorchOps(TorchFamilyOps, TorchDraftingOps):
         return logits.softmax(dim=-1)
 
     def running_sum(self, x: Tensor) -> Tensor:  # the same
-        return x.cumsum(dim=-1)
+        # CUDA sums one row alone in an order that depends on timing: ranks could draw different tokens.
+        is_alone = x.is_cuda and x.numel() == x.shape[-1]
+        return x.expand(2, *x.shape[1:]).cumsum(dim=-1)[:1] if is_alone else x.cumsum(dim=-1)
 
     def penalize(self, logits: Tensor, penalties: Penalties[Tensor]) -> Tensor:
         logits, rows = logits.float(), penalties.rows

@@ -70,7 +70,8 @@ def outcome_of(
     """
     if kind.shares:
         return SharedOutcome(decided, kind.segments, slots, pieces, ranks, copy)
-    return Outcome(decided[: slots + pieces], report, first_rank=1 + kind.rows if ranks else 0, copy=copy)
+    first_rank = 1 + kind.rows if ranks else 0
+    return Outcome(decided[: slots + pieces], report, first_rank=first_rank, rank_columns=ranks, copy=copy)
 
 
 class SharedOutcome(Outcome):
@@ -87,7 +88,7 @@ class SharedOutcome(Outcome):
     def __init__(self, told: Tensor, segments: int, slots: int, pieces: int, ranks: int, copy: Copy) -> None:
         # G * (1 + Bd + ranks), G and Bd - 1 numbers.
         self._drafts = (len(told) - segments * (3 + ranks)) // (segments + 1)
-        super().__init__(told, first_rank=2 + self._drafts if ranks else 0, copy=copy)
+        super().__init__(told, first_rank=2 + self._drafts if ranks else 0, rank_columns=ranks, copy=copy)
         self._segments, self._slots, self._pieces = segments, slots, pieces
         self._of_segments = segments * (2 + self._drafts + ranks)
 

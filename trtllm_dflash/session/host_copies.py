@@ -28,11 +28,9 @@ class HostCopies:
 
     def __call__(self, numbers: Tensor) -> tuple[Tensor, torch.cuda.Event]:
         """numbers: contiguous, of the current stream, on which all calls are."""
-        if numbers.numel() > _MOST_SENT:
-            return copy_to_host(numbers)
         while self._under_way and self._under_way[0][1].query():
             self._under_way.popleft()
-        copy = copy_to_host(numbers, kernels.send)
+        copy = copy_to_host(numbers, kernels.send) if numbers.numel() <= _MOST_SENT else copy_to_host(numbers)
         self._under_way.append(copy)
         return copy
 

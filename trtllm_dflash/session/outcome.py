@@ -73,15 +73,17 @@ class Outcome:
         gains: Tensor | None = None,
         ranks: list[list[int]] | None = None,
         first_rank: int = 0,
+        rank_columns: int = 0,
         copy: Copy = copy_to_host,
     ) -> None:
         """decided [B, 1 + R]: `accepted`, then `target_ids`; on the CPU alone, shared [D], gains [drafts] and ranks.
 
         first_rank: column of decided from which on it has ranks, of as many drafts as were accepted, then zeros; 0: it
             has none.
+        rank_columns: of those; what is behind them is something else.
         """
         self.report = report or Report()
-        self._ranks, self._first_rank = ranks or [], first_rank
+        self._ranks, self._first_rank, self._past_ranks = ranks or [], first_rank, first_rank + rank_columns
         self._shared: list[int] | None = None if shared is None else shared.tolist()
         self._gained: list[float] = [] if gains is None else gains.tolist()
         self._event: torch.cuda.Event | None = None
@@ -120,7 +122,7 @@ class Outcome:
         """
         first, slots = self._first_rank, len(counts)
         if first and self._counts[:slots] == counts:  # all of them, as mostly: what is behind them is 0
-            return self._wait()[:slots, first:]
+            return self._wait()[:slots, first : self._past_ranks]
         return np.fromiter(chain.from_iterable(map(islice, self.ranks, counts)), np.int32)
 
     def read(self) -> list[tuple[int, ...]]:

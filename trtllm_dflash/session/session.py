@@ -181,8 +181,8 @@ class Session(ABC):
         self._closed = True
         if self.communicator.size > 1 and self.communicator.rank == 0:
             self._send(None)
+        self._free()  # waits for the steps under way, which write to the caches
         self.caches = {}
-        self._free()
         self.communicator.close()
 
     def _allocate_caches(self) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ managers/tokenizer_manager.py (0.5.23), and the iteration statistics of TensorRT
 
 import http.client
 import json
+import math
 import re
 import urllib.request
 from collections.abc import Mapping
@@ -121,7 +122,9 @@ class Reading:
             return None
         if self.server == "tensorrt-llm" or before.drafts is None:
             return self.drafts
-        return self.drafts - before.drafts
+        counted = self.drafts - before.drafts
+        numbers = counted.steps, counted.drafted, counted.accepted
+        return counted if all(0 <= number < math.inf for number in numbers) else None  # it began anew meanwhile
 
 
 def read_metrics(url: str, timeout: float = 10.0) -> Reading:

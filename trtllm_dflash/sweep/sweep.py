@@ -44,6 +44,8 @@ def plan_results(settings: SweepSettings, dataset: Dataset, **about: Any) -> Res
         "output_tokens" if params.ignore_eos else "max_tokens": params.max_tokens,
     }
     asked |= {"ramp": settings.ramp} if settings.ramp else {}
+    drafting = ("draft_length", "draft_tree", "layers", "drafter_precision", "draft_vocab")  # in this process
+    asked |= {name: value for name in drafting if (value := getattr(settings, name)) is not None}
     warnings = []
     if dataset.random_tokens:
         warnings.append("the prompts are random tokens: no figure here says what text would give")
@@ -111,7 +113,9 @@ def open_results(fresh: Results, folder: Path, resume: bool, force: bool) -> Res
         if same.get(name) != before.get(name):
             raise SettingsError(f"--resume: {name} was {before.get(name)}, and is {same.get(name)} now")
     # Requests that failed are asked again: the server may have gone away among them.
-    return fresh.model_copy(update={"rounds": [round_ for round_ in kept.rounds if not round_.errors]})
+    resumed = fresh.model_copy(update={"rounds": [round_ for round_ in kept.rounds if not round_.errors]})
+    resumed.count(())  # the points, which are shown though nothing more be measured
+    return resumed
 
 
 def _conditions(results: Results) -> dict[str, Any]:
@@ -124,7 +128,9 @@ def _conditions(results: Results) -> dict[str, Any]:
         **results.asked,
     }
     if results.engine is not None:
-        conditions |= {"gpu": results.machine.get("gpu"), "computes": results.engine.get("computes")}
+        conditions |= {"gpu": results.machine.get("gpu")}
+        # As many slots as clients, of random weights.
+        conditions |= {name: value for name, value in results.engine.items() if name != "max_batch"}
     return conditions
 
 

@@ -48,7 +48,7 @@ from trtllm_dflash.train.report import CARD, PLOT, REPORT, can_plot, make_report
 from trtllm_dflash.train.settings import TrainSettings
 from trtllm_dflash.train.shape import check_shape, config_of, new_config
 from trtllm_dflash.train.state import Manifest, State
-from trtllm_dflash.train.trainer import BEST, LOG, Trainer, computing, read_log
+from trtllm_dflash.train.trainer import BEST, CHECKPOINT, LOG, Trainer, computing, read_log
 
 PHASES = ("split", "regenerate", "train", "export", "evaluate", "report")
 
@@ -227,7 +227,8 @@ class Training:
                     self.settings.ranks, llm.session.device, follow, (self.settings, self.state.folder, steps)
                 )
                 with others as ranks:
-                    trainer.run(steps, self.progress, ranks)
+                    hours = self.settings.hours
+                    trainer.run(steps, self.progress, ranks, None if hours is None else hours * 3600 - earlier)
         finally:
             self.state.note("train", seconds=round(earlier + time.perf_counter() - began, 2))
         place = trainer.place
@@ -237,6 +238,7 @@ class Training:
         self.state.finish(
             "train",
             BEST,
+            LOG,
             best_step=place.best_step,
             tau=round(place.best, 4),
             tokens=sum(len(document.token_ids) for document in trainer.documents),
@@ -262,11 +264,11 @@ class Training:
         if "steps" not in facts:
             seconds = trainer.measure()
             steps = self.settings.steps or trainer.steps_of_all_epochs
-            if self.settings.hours is not None:
+            if self.settings.hours is not None:  # `run` ends in time, whatever is beside the steps
                 steps = max(1, min(steps, int(self.settings.hours * 3600 / seconds)))
             self.state.note("train", steps=steps, seconds_a_step=round(seconds, 5))
         parameters = sum(parameter.numel() for parameter in trainer.drafter.parameters())
-        self.state.check_space("checkpoints", parameters * _CHECKPOINT_BYTES)
+        self.state.check_space("checkpoints", parameters * _CHECKPOINT_BYTES - self.state.size(CHECKPOINT, BEST))
         settings, steps, each = self.settings, int(facts["steps"]), float(facts["seconds_a_step"])
         self.say(
             f"train: {parameters / 1e6:,.1f} M parameters, {steps:,} steps of {settings.packs} x {settings.pack:,} "

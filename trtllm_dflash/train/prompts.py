@@ -55,16 +55,24 @@ def split(settings: TrainSettings) -> Split:
     if settings.general is not None:
         general = _divided(settings, "--general", settings.general)
         seen = {record.id for record in parts.training}
-        most = round(len(parts.training) * settings.general_share / (1 - settings.general_share))
-        others = [record for record in general.training if record.id not in seen][:most]
+        beside = settings.general_share / (1 - settings.general_share)  # of general prompts to one's own
+        others = [record for record in general.training if record.id not in seen]
+        own = _first(parts.held_out, round(settings.evaluate_on * (1 - settings.general_share)))
         held = {record.id for record in parts.held_out}
         others_held = [record for record in general.held_out if record.id not in held]
-        parts = Split(parts.training + others, parts.held_out + others_held)
+        parts = Split(
+            parts.training + others[: round(len(parts.training) * beside)],
+            own + _first(others_held, round(len(own) * beside)),
+        )
     for part, name in ((parts.held_out, "held out"), (parts.training, "left to train on")):
         if not part:
             raise SettingsError(f"--held-out {settings.held_out:g}: none of the prompts is {name}; give more of them")
-    held_out = sorted(parts.held_out, key=lambda record: record.id)[: settings.evaluate_on]
-    return Split(parts.training, held_out)
+    return Split(parts.training, _first(parts.held_out, settings.evaluate_on))
+
+
+def _first(records: list[Record], count: int) -> list[Record]:
+    """Takes the first by their ids: the same ones, whatever others are there."""
+    return sorted(records, key=lambda record: record.id)[:count]
 
 
 def as_lines(records: list[Record]) -> str:

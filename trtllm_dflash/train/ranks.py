@@ -22,6 +22,8 @@ from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-define
 
 from trtllm_dflash.errors import DFlashError, EngineError, SettingsError
 
+_PATIENCE = 5.0  # seconds in which a process that has ended is known to have
+
 Tensor = torch.Tensor
 V = TypeVar("V")
 
@@ -109,6 +111,8 @@ def joined(size: int, device: torch.device, follow: Callable[..., None], argumen
             try:
                 yield ranks
             except RuntimeError as error:
+                for process in processes:  # whose end may have been heard of before it is known
+                    process.join(_PATIENCE)
                 if any(process.exitcode for process in processes):
                     raise EngineError(f"--ranks {size}: one of them ended ({error})") from None
                 raise

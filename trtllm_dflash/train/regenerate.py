@@ -89,7 +89,11 @@ def regenerate(
     file.parent.mkdir(exist_ok=True)
     began, rate, skipped = time.perf_counter(), Rate(), 0
     with file.open("a", encoding="utf-8") as lines:
-        lines.writelines(_kept(llm, record).as_line() for record in kept)
+        for reply in (_kept(llm, record) for record in kept):
+            if reply.token_ids:
+                lines.write(reply.as_line())
+            else:
+                skipped += 1
         for done, reply in enumerate(_replies(llm, asked, params), start=1):
             if reply.token_ids:
                 lines.write(reply.as_line())

@@ -1,5 +1,6 @@
 """The report of a training: JSON, one picture, and the drafter's model card."""
 
+from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def model_card(report: dict[str, Any]) -> str:
     split, train = phases["split"], phases["train"]
     begun = "from nothing" if report["begun_with"] is None else f"from {report['begun_with']}"
     domains = report["exported"]["by_domain"]
-    rows = [f"| {name or 'all'} | {tau:.2f} |" for name, tau in domains.items()]
+    rows = [f"| {_label(name, domains)} | {tau:.2f} |" for name, tau in domains.items()]
     if len(domains) > 1:
         rows.append(f"| all | {report['exported']['tau']:.2f} |")
     positions = report["exported"]["by_position"]
@@ -100,6 +101,11 @@ def model_card(report: dict[str, Any]) -> str:
     )
 
 
+def _label(domain: str, domains: Collection[str]) -> str:
+    """Names a domain in a table's cell; records that name none are all, or the others."""
+    return " ".join(domain.split()).replace("|", r"\|") or ("other" if len(domains) > 1 else "all")
+
+
 def can_plot() -> bool:
     """Whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
@@ -129,7 +135,7 @@ def plot(report: dict[str, Any], file: Path) -> None:
     positions.set_ylabel("share of steps that accept so far")
     positions.legend(fontsize=9)
     by_domain = report["exported"]["by_domain"]
-    domains.bar([name or "all" for name in by_domain], list(by_domain.values()), color="C2")
+    domains.bar([_label(name, by_domain) for name in by_domain], list(by_domain.values()), color="C2")
     domains.set_ylabel("tokens a decoding step")
     for axes in (loss, taus, positions, domains):
         axes.grid(alpha=0.3)

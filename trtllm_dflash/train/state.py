@@ -142,6 +142,11 @@ class State:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
 
+    def size(self, *names: str) -> int:
+        """Bytes of those of these files that are there."""
+        files = [self.folder / name for name in names]
+        return sum(file.stat().st_size for file in files if file.is_file())
+
     def check_space(self, what: str, needed: int) -> None:
         """Refuses to begin what the disk has no room for.
 

@@ -99,12 +99,15 @@ class Trainer:
                 torch.cuda.synchronize()
         return (time.perf_counter() - began) * self.settings.packs / self.settings.ranks
 
-    def run(self, steps: int, progress: Callable[[str, int, int], None], ranks: Ranks) -> None:
+    def run(
+        self, steps: int, progress: Callable[[str, int, int], None], ranks: Ranks, seconds: float | None = None
+    ) -> None:
         """Trains to the end, or until the best evaluation is long past; goes on from the last checkpoint.
 
         Args:
             steps: of the whole training, which the learning rate depends on.
             ranks: which this process is one of.
+            seconds: after which it ends, with the step under way and an evaluation.
 
         Raises:
             SettingsError: the checkpoint is damaged.
@@ -115,12 +118,14 @@ class Trainer:
         self._resume()
         every = self.settings.evaluate_every or max(1, self.steps // _EVALUATIONS)
         file = self.state.folder / LOG if self._writes else Path(os.devnull)
+        began = time.perf_counter()
         with held_signals() as interruption, file.open("a", encoding="utf-8") as log:
             if self.place.step == 0:
                 self._evaluate(log.write, progress)
             while self.place.step < self.steps and self.place.worse < self.settings.patience:
                 self._step(log.write)
-                measured = self.place.step in (self.steps, self.place.step // every * every)
+                is_late = ranks.any(seconds is not None and time.perf_counter() - began > seconds)
+                measured = is_late or self.place.step in (self.steps, self.place.step // every * every)
                 if measured:
                     self._evaluate(log.write, progress)
                 ends = ranks.any(interruption.has_come)  # asked once: what comes later ends the next step
@@ -128,9 +133,10 @@ class Trainer:
                     log.flush()
                     self._save()
                 progress("training", self.place.step, self.steps)
-                if ends:
+                if ends and interruption.has_come:
                     interruption.pass_on()
-                    return  # a rank that was not told itself
+                if ends or is_late:
+                    return  # also a rank that was not told itself
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
