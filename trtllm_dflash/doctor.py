@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.extras import pip_install
-from trtllm_dflash.serving.triton import REMEDY, find_triton
+from trtllm_dflash.serving.triton import find_triton, remedy
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _triton() -> Finding:
     try:
         triton = find_triton()
     except EngineError:
-        return Finding("Triton server", False, "", cost, REMEDY)
+        return Finding("Triton server", False, "", cost, remedy())
     with tempfile.TemporaryDirectory() as folder:
         try:
             triton.prepare(Path(folder))

@@ -200,9 +200,9 @@ int count_clusters(int blocks)
     if (error != cudaSuccess)
     {
         cudaGetLastError(); // nobody else's
-        clusters = 0;
+        return 0;
     }
-    if (is_known && error == cudaSuccess)
+    if (is_known)
     {
         found[device][blocks] = clusters + 1;
     }

@@ -161,6 +161,12 @@ __device__ __forceinline__ float warp_max(float x)
 
 constexpr int kMostBlockThreads = 1024; // of a block
 
+// Whole warps of a block, with a thread for each of so many items where there are as many threads.
+constexpr int count_block_threads(int items)
+{
+    return items >= kMostBlockThreads ? kMostBlockThreads : (items + 31) / 32 * 32;
+}
+
 // What kOverWarp gives of a warp, of a block's threads, which are whole warps. A zero more changes nothing of it.
 template <float (*kOverWarp)(float)>
 __device__ __forceinline__ float over_block(float x)

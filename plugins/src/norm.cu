@@ -120,7 +120,7 @@ template <typename T, typename W>
 cudaError_t launch_add_normed(dflash_add_normed_params const& p, cudaStream_t stream)
 {
     int const vectors = p.size / kVector;
-    int const threads = vectors >= kMostBlockThreads ? kMostBlockThreads : (vectors + 31) / 32 * 32;
+    int const threads = count_block_threads(vectors);
     auto const kernel = vectors <= threads ? add_normed_kernel<T, W, 1> : add_normed_kernel<T, W, kMaxVectors>;
     return launch_kernel(kernel, dim3(p.rows), threads, 0, stream, p);
 }
@@ -129,7 +129,7 @@ template <typename T, typename W, bool kResidual>
 cudaError_t launch_rms_norm(dflash_rms_norm_params const& p, cudaStream_t stream)
 {
     int const vectors = p.size / kVector;
-    int const threads = vectors >= kMostBlockThreads ? kMostBlockThreads : (vectors + 31) / 32 * 32;
+    int const threads = count_block_threads(vectors);
     dim3 const grid(static_cast<unsigned>(p.slots) * p.rows);
     auto const kernel
         = vectors <= threads ? rms_norm_kernel<T, W, kResidual, 1> : rms_norm_kernel<T, W, kResidual, kMaxVectors>;

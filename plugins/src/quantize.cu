@@ -182,7 +182,7 @@ template <typename T>
 cudaError_t launch_quantize(dflash_quantize_params const& p, cudaStream_t stream)
 {
     int const vectors = p.size / kVector;
-    int const threads = vectors >= kMostBlockThreads ? kMostBlockThreads : (vectors + 31) / 32 * 32;
+    int const threads = count_block_threads(vectors);
     if (p.norm_weight)
     {
         return p.is_weight_wide ? launch_normed<T, float>(p, threads, stream) : launch_normed<T, T>(p, threads, stream);

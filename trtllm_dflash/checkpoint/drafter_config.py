@@ -60,13 +60,12 @@ def read_drafter_config(raw: dict[str, Any], target_layers: int | None = None) -
     Raises:
         CheckpointError: it is no drafter's; or a setting is missing, unsupported or contradicts another.
     """
-    architectures = raw.get("architectures", [])
     if "speculators_model_type" in raw:
         settings = _read_speculators(raw, target_layers)
     elif is_deepspec(raw):
         settings = _read_deepspec(raw)
-    elif "dflash_config" in raw or "DFlashDraftModel" in architectures:
-        settings = _read_zlab(raw, "DFlash2DraftModel" in architectures)
+    elif _is_zlab(raw):
+        settings = _read_zlab(raw, "DFlash2DraftModel" in _architectures(raw))
     else:
         raise CheckpointError("config.json is no DFlash drafter's: it has no dflash_config or speculators_model_type")
     config = _make_config(settings)
@@ -76,13 +75,20 @@ def read_drafter_config(raw: dict[str, Any], target_layers: int | None = None) -
 
 def is_deepspec(raw: dict[str, Any]) -> bool:
     """Whether a config.json is DeepSpec's."""
-    return "Qwen3DSparkModel" in (raw.get("architectures") or [])
+    return "Qwen3DSparkModel" in _architectures(raw)
 
 
 def is_drafter(raw: dict[str, Any]) -> bool:
     """Whether a config.json is a drafter's, in one of the formats."""
-    is_zlab = "dflash_config" in raw or "DFlashDraftModel" in (raw.get("architectures") or [])
-    return is_zlab or is_deepspec(raw) or "speculators_model_type" in raw
+    return _is_zlab(raw) or is_deepspec(raw) or "speculators_model_type" in raw
+
+
+def _is_zlab(raw: dict[str, Any]) -> bool:
+    return "dflash_config" in raw or "DFlashDraftModel" in _architectures(raw)
+
+
+def _architectures(raw: dict[str, Any]) -> Any:
+    return raw.get("architectures") or []
 
 
 def default_tap_layers(target_layers: int, layers: int) -> list[int]:

@@ -19,8 +19,10 @@ if TYPE_CHECKING:  # safetensors imports it where tensors are read
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+#: Of the files that say what a checkpoint is, and of its tokenizer.
+TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 #: Of the files from which an engine, or a trained drafter, is made.
-_SOURCE_SUFFIXES = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken")
+SOURCE_SUFFIXES = (".safetensors", *TEXT_SUFFIXES)
 FLOATING_DTYPES = ("F32", "BF16", "F16")
 #: What elements of each kind are stored as.
 _DTYPES = {(Content.NUMBERS,): FLOATING_DTYPES, (Content.E2M1_PAIRS, Content.E8M0): ("U8",)}
@@ -33,7 +35,7 @@ _LISTED = 4  # how many tensors of each kind of trouble an error names
 
 def source_files(folder: Path) -> list[Path]:
     """Lists a checkpoint's files, those of its tokenizer among them, in order of their names."""
-    return sorted(file for file in folder.iterdir() if file.suffix in _SOURCE_SUFFIXES and file.is_file())
+    return sorted(file for file in folder.iterdir() if file.suffix in SOURCE_SUFFIXES and file.is_file())
 
 
 @dataclass(frozen=True)

@@ -8,16 +8,15 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub import errors
 
-from trtllm_dflash.checkpoint.folder import INDEX_FILE, SINGLE_FILE
+from trtllm_dflash.checkpoint.folder import INDEX_FILE, SINGLE_FILE, SOURCE_SUFFIXES, TEXT_SUFFIXES
 from trtllm_dflash.errors import CheckpointError, one_line
 
 #: Prefix of a folder inside the installed package: `package:pairs/tiny/target`.
 PACKAGE = "package:"
 
-_TOKENIZERS = ("tokenizer.json", "tiktoken.model")
-_TEXT_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
+_TEXT_FILES = [f"*{suffix}" for suffix in TEXT_SUFFIXES]
 # mask_embedding.pt is never loaded: a drafter that has one must be seen, to be refused.
-_FILES = [*_TEXT_FILES, "*.safetensors", "mask_embedding.pt"]
+_FILES = [*(f"*{suffix}" for suffix in SOURCE_SUFFIXES), "mask_embedding.pt"]
 
 
 def resolve(name_or_path: str, *, with_tokenizer: bool = False) -> Path:
@@ -51,9 +50,12 @@ def resolve(name_or_path: str, *, with_tokenizer: bool = False) -> Path:
         return _download(name_or_path)
     if not _is_complete(cached):
         return _download(name_or_path)
-    if with_tokenizer and not any((cached / name).is_file() for name in _TOKENIZERS):
-        with suppress(Exception):  # out of reach, perhaps: it does without
-            _snapshot(name_or_path, local_files_only=False, revision=cached.name, patterns=_TEXT_FILES)
+    if with_tokenizer:
+        from trtllm_dflash.text.tokenizer import has_tokenizer  # whoever wants one has it imported
+
+        if not has_tokenizer(cached):
+            with suppress(Exception):  # out of reach, perhaps: it does without
+                _snapshot(name_or_path, local_files_only=False, revision=cached.name, patterns=_TEXT_FILES)
     return cached
 
 

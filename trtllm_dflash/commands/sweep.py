@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from trtllm_dflash.sweep.results import Results
     from trtllm_dflash.sweep.settings import SweepSettings
 
-_LATER = f"{pip_install('sweep')}, here or where you run: trtllm-dflash report SWEEP --output DIR"
-
 
 @click.command()
 @click.option("--url", help="A server: HOST:PORT is Triton's gRPC, http://HOST:PORT an OpenAI API.")
@@ -99,7 +97,8 @@ def sweep(output: Path, resume: bool, force: bool, as_json: bool, api_key_file: 
     settings = validated(SweepSettings, given(flags))
     check_settings(settings)
     if not can_plot():
-        click.echo(f"warning: no plots and no page without matplotlib; {_LATER}", err=True)
+        later = f"{pip_install('sweep')}, here or where you run: trtllm-dflash report SWEEP --output DIR"
+        click.echo(f"warning: no plots and no page without matplotlib; {later}", err=True)
     if resume and force:
         raise SettingsError("--resume and --force: give one of them")
     store = _Store(output, resume, force, as_json)

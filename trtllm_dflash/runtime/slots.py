@@ -257,9 +257,11 @@ class Slots:
 
     def _forget_copies(self, slot: int) -> None:
         """Forgets the states that a slot would have left to others, also those of sequences that had it before."""
+        if self._checkpoints is None:
+            return
         for source, target in self.state_copies:
-            state = self._checkpoints.at(target) if self._checkpoints is not None and source == slot else None
-            if state is not None and self._checkpoints is not None:
+            state = self._checkpoints.at(target) if source == slot else None
+            if state is not None:
                 self._checkpoints.drop(state)
         self.state_copies = [copy for copy in self.state_copies if slot not in copy]
 

@@ -92,8 +92,7 @@ class BLSModel:
 
     def _generate(self, call: Call) -> Tensors:
         fields = Fields(call.tensors)
-        if "text_input" not in fields:
-            raise fields.refusal("text_input", "missing")
+        fields.require("text_input")
         if fields.scalar("stream", False):
             raise fields.refusal("stream", "tensorrt_llm_bls answers once; use ensemble to stream")
         if fields.scalar("use_draft_logits", False):

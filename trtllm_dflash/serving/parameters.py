@@ -120,6 +120,11 @@ class Fields:
             return error
         return self.refusal(_FIELDS.get(error.field, error.field), error.reason)
 
+    def require(self, field: str) -> None:
+        """Refuses a request without this tensor."""
+        if field not in self._tensors:
+            raise self.refusal(field, "missing")
+
     def scalar(self, field: str, default: Any = None) -> Any:
         """Reads the number or truth value in a tensor [1, 1]."""
         return self._tensors[field].item() if field in self._tensors else default
@@ -206,8 +211,7 @@ def _sampling_params(fields: Fields, choices: Mapping[str, Any]) -> SamplingPara
     check_stops(fields, "stop_words", stops, "characters")
     check_stops(fields, "stop_words_list", runs, "tokens")
     temperature, top_k, top_p = _filters(fields)
-    if "request_output_len" not in fields:
-        raise fields.refusal("request_output_len", "missing")
+    fields.require("request_output_len")
     values = {
         "max_tokens": fields.scalar("request_output_len"),
         "temperature": temperature,

@@ -103,8 +103,7 @@ class PreprocessingModel:
         return np.array([[tokens + [0] * (width - len(tokens)), ends + [-1] * (width - len(ends))]], np.int32)
 
     def _encode(self, fields: Fields) -> list[int]:
-        if "QUERY" not in fields:
-            raise fields.refusal("QUERY", "missing")
+        fields.require("QUERY")
         try:
             return self._intake.encode("".join(fields.texts("QUERY")))
         except RequestError as error:

@@ -15,7 +15,6 @@ from trtllm_dflash.errors import EngineError
 from trtllm_dflash.extras import pip_install
 
 CONTAINER = Path("/opt/tritonserver")
-REMEDY = f"{pip_install('serving')}, or use NVIDIA's Triton container"
 STUB = "triton_python_backend_stub"
 
 #: Interfaces of Triton that no client of ours needs. They register shared memory, the Python models' own among it
@@ -128,6 +127,11 @@ def shut_off() -> list[str]:
     ]
 
 
+def remedy() -> str:
+    """Says how a machine comes to have a Triton server."""
+    return f"{pip_install('serving')}, or use NVIDIA's Triton container"
+
+
 def find_triton() -> Triton:
     """Finds the container's server, else the one on PATH, else the one in the nvidia-pytriton wheel.
 
@@ -147,7 +151,7 @@ def find_triton() -> Triton:
         executable = wheel / "bin" / "tritonserver"
         if executable.is_file():
             return Triton(executable, f"nvidia-pytriton {metadata.version('nvidia-pytriton')}", wheel)
-    raise EngineError(f"there is no tritonserver in {CONTAINER}, on PATH or in this Python: {REMEDY}")
+    raise EngineError(f"there is no tritonserver in {CONTAINER}, on PATH or in this Python: {remedy()}")
 
 
 def _check_libraries(program: Path, environment: dict[str, str]) -> None:

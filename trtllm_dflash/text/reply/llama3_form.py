@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterable
 
 from trtllm_dflash.errors import RequestError
+from trtllm_dflash.text.form_size import check_size
 from trtllm_dflash.text.reply.byte_matcher import byte_matcher
 
 
@@ -25,8 +26,6 @@ def check_apart(kind: str, form: str, functions: Iterable[str]) -> None:
     Raises:
         RequestError: it may, or is too long.
     """
-    from trtllm_dflash.text.form_size import check_size  # what few requests need
-
     check_size("grammar", form)
     matcher = byte_matcher(f"%llguidance {{}}\nstart: form\nform: {form}\n")
     # A text or an expression is one piece, which calls have none of in common.
