@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.checkpoints import make_drafter, make_minimax_m2
+from tests.checkpoints import make_drafter, make_minimax_m2, make_target
 from tests.gpu.test_cuda import NEAR_TIE, tokens
 from tests.gpu.test_hybrids import PARAMS, PROMPTS, load
 from tests.gpu.test_kernels import why_not
@@ -106,3 +106,17 @@ def test_kimis_drafted_and_plain_tokens_are_fp32s_or_near_ties(precision, tmp_pa
             assert all(len(text) == PARAMS.max_tokens for text in each)
             others = assert_each_is_nearly_the_largest(exact, PROMPTS, each, dtype=dtype, count=4 * NEAR_TIE)
             print(precision, others, "near-ties; texts alike:", sum(map(list.__eq__, *texts)))
+
+
+def test_blocks_of_more_rows_than_our_attention_takes_are_drafted_and_verified(tmp_path):
+    """In BF16: a slot's rows are attended in cuts, those of the block that is drafted by torch."""
+    shape = {"hidden": 128, "head_size": 64, "intermediate": 128, "vocab": 16, "dtype": torch.bfloat16}
+    target = make_target(tmp_path / "target", **shape)
+    folders = target, make_drafter(tmp_path / "drafter", target, head_size=64, block_size=40)
+    with load(folders, precision="bf16") as llm:
+        assert "blocks of at most 32 rows, not of 40" in str(llm.session.choice)
+        texts = [tokens(llm.generate(PROMPTS, PARAMS, draft)) for draft in (True, False)]
+    with load(folders, "cpu") as exact:
+        for each in texts:
+            assert all(len(text) == PARAMS.max_tokens for text in each)
+            assert_each_is_nearly_the_largest(exact, PROMPTS, each, dtype=torch.bfloat16, count=2 * NEAR_TIE)

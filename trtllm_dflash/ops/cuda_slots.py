@@ -89,12 +89,13 @@ class CudaSlots(CudaCaches):
         qkv = self._without_gates(layer, qkv)
         q = self._append_of(layer)(keys, values, start, layer.heads, qkv, context, committed)
         assert q is not None
-        if self._takes(q, keys, values, scales):
+        is_short = rows <= kernels.MAX_ROWS
+        # A block of more rows is torch's: in cuts they would not see later ones, nor are they made behind `committed`.
+        if self._takes(q, keys, values, scales) and (is_short or (causal and committed is None)):
             window, sinks = self._window_and_sinks(layer)
-            if rows <= kernels.MAX_ROWS:
+            if is_short:
                 more = window, sinks, committed, rows, scales, layer.scale
                 return kernels.attention(q, keys, values, start, causal, *more)
-            assert causal and committed is None, "a drafted block has not so many rows"
             cuts = self._once(("cuts", rows), start, lambda: _cuts(start, rows))
             return _attend_cuts(q, keys, values, cuts, window, sinks, scales, layer.scale)
         if scales is not None:

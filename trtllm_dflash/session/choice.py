@@ -134,6 +134,8 @@ def why_not_flat(config: EngineConfig, capability: tuple[int, int]) -> str | Non
     family = without_kernels(config.target)
     if family is not None:
         return f"our CUDA kernels have no flat rows of {family}"
+    if config.block_size > kernels.MAX_ROWS:
+        return f"our CUDA kernels have blocks of at most {kernels.MAX_ROWS} rows, not of {config.block_size}"
     return kernels.why_unsupported(config.dtype, config.head_sizes, capability, config.kv, config.rotated)
 
 
