@@ -30,6 +30,7 @@ from trtllm_dflash.cost.prediction import (
 )
 from trtllm_dflash.cost.shapes import SHAPES, shape_config
 from trtllm_dflash.cost.states import checkpoint_count
+from trtllm_dflash.engine.paging import PAGE_ROWS
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.foreign.shapes import published_drafter, published_target
 from trtllm_dflash.models import build_target
@@ -432,6 +433,15 @@ def test_gemma_4_is_refused_where_its_whole_caches_do_not_fit():
     assert memory.target_cache + memory.drafter_cache == kept
     with pytest.raises(EngineError, match=r"more than b200 has: use --max-batch \d "):
         check_fits(engine, "b200")
+
+
+@pytest.mark.parametrize(("size", "rows"), [(64, 64), (1000, 1032), (1024, 1024), (1030, 1032), (9999, 1032)])
+def test_pages_of_all_tokens_are_whole_slots_or_hold_whole_tiles(size, rows):
+    """Steps write 32 rows more than the 1,000 tokens: what is behind a page has to begin with a tile of our kernels."""
+    engine = config("qwen3-8b", max_batch=2, max_seq_len=1000, page_size=size)
+    paging = plan_pages(engine, paged=True)
+    assert engine.cache_length == 1032
+    assert paging.rows == rows and (paging.linear or rows % PAGE_ROWS == 0)
 
 
 def test_a_plan_says_how_many_conversations_the_pages_hold():

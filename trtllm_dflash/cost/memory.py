@@ -275,7 +275,9 @@ def plan_pages(config: EngineConfig, paged: bool = False) -> Paging:
         EngineError: they do not hold one sequence of `config.max_seq_len`.
     """
     paged = paged or config.kv_memory is not None
-    rows = min(config.page_size or (PAGE_ROWS if paged else config.cache_length), config.cache_length)
+    rows = config.page_size or (PAGE_ROWS if paged else config.cache_length)
+    if rows > config.cache_length or (rows >= config.max_seq_len and rows % PAGE_ROWS):
+        rows = config.cache_length  # all tokens of a slot: of two pages our kernels would read no part of a tile
     width = -(-config.cache_length // rows)
     if width == 1:
         return _whole_slots(config)
