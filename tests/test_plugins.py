@@ -211,6 +211,20 @@ def test_every_gpu_that_we_name_is_compiled_for():
     assert "90a-real 100-real 103-real 120 " in text
 
 
+@needs_compiler
+def test_native_code_is_named_by_the_number_of_the_gpu_that_is_there(tmp_path):
+    """What the library says of itself is read as numbers. What CMake finds of GPUs is put into its own file here."""
+    configure = ["cmake", "-S", str(PLUGINS), "-B", str(tmp_path), "-DCMAKE_CUDA_ARCHITECTURES=native"]
+    subprocess.run(configure, capture_output=True)  # without a GPU it is refused, but has found the compiler
+    (found,) = tmp_path.glob("CMakeFiles/*/CMakeCUDACompiler.cmake")
+    line = re.compile(r"set\(CMAKE_CUDA_ARCHITECTURES_NATIVE .*\)")
+    found.write_text(line.sub('set(CMAKE_CUDA_ARCHITECTURES_NATIVE "90-real;120-real")', found.read_text()))
+    done = subprocess.run(configure, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    flags = (tmp_path / "CMakeFiles" / "dflash_objects.dir" / "flags.make").read_text()
+    assert 'DFLASH_ARCHITECTURES="90a-real,120-real"' in flags and "-DDFLASH_SM90A" in flags
+
+
 def test_a_missing_library_says_how_to_build_it(load, tmp_path):
     with pytest.raises(EngineError, match="make kernels"):
         load(tmp_path / "nothing.so")
