@@ -85,9 +85,10 @@ def test_torchs_compute_where_that_is_said_though_ours_are_missing(config, libra
         (lambda config: config.model_copy(update={"precision": "fp32"}), HOPPER, "in BF16 and FP16, not in float32"),
         (unusual, HOPPER, "heads of 64 and 128, not of 80"),
         (lambda config: config.model_copy(update={"block_size": 33}), HOPPER, "blocks of at most 32 rows, not of 33"),
+        (lambda config: config.model_copy(update={"max_batch": 1742}), HOPPER, "at most 1,741 slots, not of 1,742"),
         (lambda config: config, ADA, "for SM90 and later, not for SM89"),
     ],
-    ids=["type", "heads", "block", "gpu"],
+    ids=["type", "heads", "block", "slots", "gpu"],
 )
 def test_what_ours_do_not_compute_is_torchs_with_the_reason(config, library, tmp_path, change, capability, why):
     library(tmp_path / "nothing.so")

@@ -21,6 +21,7 @@ from tests.stub_kernels import needs_cc, stub_library
 from trtllm_dflash import kernels
 from trtllm_dflash.errors import EngineError
 from trtllm_dflash.kernels import delta_net, library, norm, products
+from trtllm_dflash.kernels.rows import BeginRowsParams
 from trtllm_dflash.models.decoder import Features
 from trtllm_dflash.ops import cuda_products, tensorrt_ops, tensorrt_plugin
 from trtllm_dflash.ops.base import AttentionLayer, Residual
@@ -69,6 +70,20 @@ def test_the_kernels_compile_without_a_warning_and_load_without_a_gpu(built, loa
     assert library.functions.dflash_error_string(0) == b"no error"
     assert library.architectures == ("90a-real",)
     assert library.path == built / "libdflash_kernels.so"
+
+
+@needs_compiler
+def test_as_many_segments_as_we_say_are_laid_out(built, load):
+    """What is refused without a GPU is not the number."""
+    functions = load(built / "libdflash_kernels.so").functions
+    segments, refused = kernels.MOST_SEGMENTS, 1  # cudaErrorInvalidValue
+
+    def said(count):
+        params = BeginRowsParams(segment_count=count, cut_rows=1, block=1)
+        return functions.dflash_begin_rows(ctypes.byref(params), None)
+
+    assert said(segments) != refused
+    assert said(segments + 1) == refused
 
 
 @needs_compiler

@@ -14,7 +14,7 @@ from trtllm_dflash.engine.config import Backend, EngineConfig
 from trtllm_dflash.engine.ladder import PIECES, draft_lengths, shaped_kinds, step_kinds
 from trtllm_dflash.engine.paging import PAGE_ROWS, Paging, linear_paging
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.kernels import MAX_ROWS, OLDEST_GPU, why_unsupported
+from trtllm_dflash.kernels import MAX_ROWS, MOST_SEGMENTS, OLDEST_GPU, why_unsupported
 from trtllm_dflash.kernels.delta_net import scratch_bytes
 from trtllm_dflash.models import build_target, pair_weights, without_kernels
 from trtllm_dflash.models.decoder import DecoderConfig
@@ -332,7 +332,8 @@ def _have_kernels(config: EngineConfig, gpu: GPU | None) -> bool:
     own = OLDEST_GPU if gpu is None else divmod(gpu.capability, 10)
     rotated = () if computed is None else config.rotated
     reason = why_unsupported(config.dtype, heads, own, config.kv, rotated)
-    return config.backend == "torch" and reason is None and config.block_size <= MAX_ROWS
+    is_small = config.block_size <= MAX_ROWS and config.max_batch <= MOST_SEGMENTS
+    return config.backend == "torch" and reason is None and is_small
 
 
 def _window_pages(config: EngineConfig, rows: int) -> tuple[int, int]:

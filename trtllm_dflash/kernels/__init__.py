@@ -68,7 +68,7 @@ from trtllm_dflash.kernels.row_attention import (
     row_arrivals,
     takes_single_rows,
 )
-from trtllm_dflash.kernels.rows import Rows, accept_rows, begin_rows, end_rows, send
+from trtllm_dflash.kernels.rows import MOST_SEGMENTS, Rows, accept_rows, begin_rows, end_rows, send
 from trtllm_dflash.kernels.shape import (
     KeptPenalties,
     RowMasks,
@@ -96,6 +96,7 @@ __all__ = [
     "MOE_ROWS",
     "MOST_JOINED",
     "MOST_KEPT",
+    "MOST_SEGMENTS",
     "MOST_SHARED",
     "OLDEST_GPU",
     "PAGE_TILE",

@@ -10,6 +10,9 @@ from trtllm_dflash.kernels.library import run, stream, structure
 
 Tensor = torch.Tensor
 
+#: Segments of a step, and so slots of an engine, that one block lays out: as many as its shared memory holds.
+MOST_SEGMENTS = 1741
+
 
 BeginRowsParams = structure(
     "dflash_begin_rows_params",

@@ -136,6 +136,8 @@ def why_not_flat(config: EngineConfig, capability: tuple[int, int]) -> str | Non
         return f"our CUDA kernels have no flat rows of {family}"
     if config.block_size > kernels.MAX_ROWS:
         return f"our CUDA kernels have blocks of at most {kernels.MAX_ROWS} rows, not of {config.block_size}"
+    if config.max_batch > kernels.MOST_SEGMENTS:
+        return f"our CUDA kernels have steps of at most {kernels.MOST_SEGMENTS:,} slots, not of {config.max_batch:,}"
     return kernels.why_unsupported(config.dtype, config.head_sizes, capability, config.kv, config.rotated)
 
 
