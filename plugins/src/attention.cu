@@ -81,6 +81,7 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
     }
     Work& w = plan.work;
     w.p = p;
+    w.p.window = p.window < p.cache_rows ? p.window : 0; // it hides nothing, and what it is taken from may overflow
     w.group = p.heads / p.kv_heads;
     w.packed_rows = w.group * p.rows;
     w.per_row = 1.f / p.rows;

@@ -134,6 +134,11 @@ LONG = [
     Ragged(torch.bfloat16, [(30000, 16), (0, 0), (5, 3), (20000, 16)], 16, 4, 128, 128, fp8=True),
     Ragged(torch.float16, [(31000, 1)], 1, 8, 64, 128, kv_heads=1),
     Ragged(torch.bfloat16, [(9000, 16), (100, 7)], 16, 4, 128, 128, causal=False, block=16),
+    # Idle segments have a block's rows, too: of no keys, from which such a window is taken.
+    *[
+        Ragged(torch.bfloat16, [(9000, 16), *[(0, 0)] * idle], 16, 4, 128, 64, False, 2**31 - 1, block=16, kv_heads=8)
+        for idle in (15, 31)
+    ],
     Ragged(torch.bfloat16, [(37 * i, i % 5) for i in range(40)], 8, 4, 128, 64, causal=False, block=8, kv_heads=8),
 ]
 
