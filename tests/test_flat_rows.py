@@ -8,6 +8,7 @@ import pytest
 from tests.conftest import TINY
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.engine.paging import Paging
+from trtllm_dflash.ops.ragged_ops import RaggedOps
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.session.calls import Piece, Prepare, SlotSampling, Step
 from trtllm_dflash.session.torch_session import TorchSession
@@ -178,6 +179,33 @@ def test_pages_are_copied_before_the_rows_of_their_step(solo):
     ).read()
     drive.tokens[1], drive.read[1], drive.rows[1] = list(outcome[0]), len(ids), 16
     assert drive.run()[1] == expected
+
+
+@pytest.mark.parametrize("needs", ["tokens", "prompt_logprobs", "tapped"])
+def test_the_last_layer_of_a_prompt_ends_with_its_attention(solo, monkeypatch, needs):
+    """But where all its rows are wanted: to tell their log-probabilities, or to draft from."""
+    session = session_of(solo, None)
+    last = session.config.target.layers - 1
+    if needs == "tapped":
+        taps = *session.config.drafter.tap_layers[:-1], last
+        drafter = session.config.drafter.model_copy(update={"tap_layers": taps})
+        session = session_of(solo, None, drafter=drafter)
+    rows = {}
+    add_product = RaggedOps.add_product
+
+    def counted(ops, name, x, y):
+        rows[name] = y.shape[1]
+        return add_product(ops, name, x, y)
+
+    ids = solo.intake.encode(CHATS[0])
+    session.run(Step([], [Piece(0, 0, ids, True)], Drafting.BLOCK, 16, False))
+    monkeypatch.setattr(RaggedOps, "add_product", counted)
+    told = ids[1:31] if needs == "prompt_logprobs" else []
+    pieces = [Piece(1, 0, ids[:30], False, next_ids=told), Piece(2, 0, ids[:40], False)]
+    session.run(Step([(0, 16)], pieces, Drafting.BLOCK, 16, False))
+    for part in ("self_attn.o_proj", "mlp.down_proj"):
+        assert [rows[f"model.layers.{i}.{part}"] for i in range(last)] == [16 + 30 + 40] * last
+        assert rows[f"model.layers.{last}.{part}"] == (16 + 2 if needs == "tokens" else 16 + 30 + 40)
 
 
 def test_pages_come_from_the_memory_given(solo):

@@ -145,14 +145,20 @@ class DraftVerifyStep:
             tree: to draft, out of the block; None: a chain.
             chances: whether to tell the drafts' log-probabilities, of a chain.
         """
-        return self.finish(ops, inputs, self.forward(ops, inputs, drafting), drafting, tree, chances)
+        forward = self.forward(ops, inputs, drafting, every_row=inputs.prompt is not None)
+        return self.finish(ops, inputs, forward, drafting, tree, chances)
 
-    def forward(self, ops: Ops[T], inputs: StepInputs[T], drafting: Drafting) -> Forward[T]:
-        """Runs the target: the part of a step that needs neither penalties nor masks."""
+    def forward(self, ops: Ops[T], inputs: StepInputs[T], drafting: Drafting, every_row: bool = False) -> Forward[T]:
+        """Runs the target: the part of a step that needs neither penalties nor masks.
+
+        Args:
+            every_row: whether the last states of all rows are wanted, not of those with logits alone.
+        """
         taps = self.drafter.config.tap_layers if self.drafter and drafting is not Drafting.OFF else ()
-        features = self.target.forward(ops, inputs.token_ids, inputs.start, taps)
-        logits = self.target.logits(ops, ops.gather_rows(features.hidden, inputs.logit_rows))
-        return Forward(features, logits)
+        rows = None if every_row else inputs.logit_rows
+        features = self.target.forward(ops, inputs.token_ids, inputs.start, taps, rows)
+        hidden = ops.gather_rows(features.hidden, inputs.logit_rows) if every_row else features.hidden
+        return Forward(features, self.target.logits(ops, hidden))
 
     def finish(
         self,

@@ -54,6 +54,11 @@ class StepKind:
         return _pieces(self.prompt_rows)
 
     @property
+    def tells_prompts(self) -> bool:
+        """Whether prompts may ask for log-probabilities of their tokens."""
+        return self.shaped and self.pieces > 0
+
+    @property
     def segments(self) -> int:
         """Decoding slots and pieces together, at most; each gets a block of the drafter.
 

@@ -185,7 +185,7 @@ def read_decoder_config(family: str, raw: dict[str, Any]) -> DecoderConfig:
 class Features(Generic[T]):
     """The target's hidden states from one pass: the tapped ones for the drafter, the last for logits."""
 
-    hidden: T  # [B, Q, H] after the last layer, before the final norm
+    hidden: T  # [B, Q, H] after the last layer, before the final norm; of the rows that were asked for [B, R, H]
     taps: list[T]  # [B, Q, H] each: after the tapped layers, in their order
 
 
@@ -231,18 +231,30 @@ class Decoder:
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def forward(self, ops: Ops[T], token_ids: T, start: T, tap_layers: tuple[int, ...]) -> Features[T]:
-        """Runs token_ids [B, Q] at positions start [B] onwards, appending their K and V to the cache."""
+    def forward(
+        self, ops: Ops[T], token_ids: T, start: T, tap_layers: tuple[int, ...], rows: T | None = None
+    ) -> Features[T]:
+        """Runs token_ids [B, Q] at positions start [B] onwards, appending their K and V to the cache.
+
+        Args:
+            rows: [B, R] whose last states are wanted, ascending: the last layer goes no further than its attention for
+                the others, which are most of a prompt's. None: all.
+        """
         x = Residual(embedded(ops, token_ids, self.config))
+        last = self.config.layers - 1
         streams = []
-        for i in range(self.config.layers):
+        for i in range(last):
             stream, x = self._layer(ops, i, x, start)
             streams.append(stream)
+        is_tapped = last in tap_layers
+        stream, x = self._layer(ops, last, x, start, None if is_tapped else rows)
+        streams.append(stream)
         hidden = ops.add_pending(x)
         # After layer i is before layer i + 1: Hugging Face's hidden_states[i + 1], but for the last layer's, which it
         # norms. Tapping i instead costs acceptance, never an error.
         streams.append(hidden)
-        return Features(hidden, [streams[i + 1] for i in tap_layers])
+        taps = [streams[i + 1] for i in tap_layers]
+        return Features(ops.gather_rows(hidden, rows) if is_tapped and rows is not None else hidden, taps)
 
     def logits(self, ops: Ops[T], hidden: T) -> T:
         """Computes logits [B, R, V/tp] of hidden [B, R, H], which the final norm has not seen yet."""
@@ -255,12 +267,12 @@ class Decoder:
             layers = [self.attention_layer(ops.tp, i) for i in range(self.config.layers)]
             ops.move_kv(layers, start, verdict)
 
-    def _layer(self, ops: Ops[T], i: int, x: Residual[T], start: T) -> tuple[T, Residual[T]]:
-        """Computes layer i: returns the whole residual stream before it, and the stream after it."""
+    def _layer(self, ops: Ops[T], i: int, x: Residual[T], start: T, rows: T | None = None) -> tuple[T, Residual[T]]:
+        """Computes layer i: returns the whole stream before it, and the stream after it, of `rows` if given."""
         prefix, eps = f"model.layers.{i}.", self.config.norm_eps
         stream, qkv = ops.norm_linear(prefix + "input_layernorm", prefix + "self_attn.qkv_proj", x, eps)
-        h = self.attention(ops, i, qkv, start)
-        return stream, self.feed_forward(ops, prefix, ops.add_product(prefix + "self_attn.o_proj", stream, h))
+        kept, h = at_rows(ops, rows, stream, self.attention(ops, i, qkv, start))
+        return stream, self.feed_forward(ops, prefix, ops.add_product(prefix + "self_attn.o_proj", kept, h))
 
     def joined_linears(self) -> list[tuple[str, ...]]:
         """Lists the linears of one input, see `Ops.norm_linears`, whose weights a session may join."""
@@ -284,6 +296,11 @@ class Decoder:
 
 
 # -- pieces that targets and the drafter share -----------------------------------------------------------------------
+
+
+def at_rows(ops: Ops[T], rows: T | None, stream: T, h: T) -> tuple[T, T]:
+    """Takes the rows [B, R] of the stream [B, N, H] and of what is added to it next [B, N, I]; None: all."""
+    return (stream, h) if rows is None else (ops.gather_rows(stream, rows), ops.gather_rows(h, rows))
 
 
 def embedded(ops: Ops[T], token_ids: T, c: DecoderConfig) -> T:

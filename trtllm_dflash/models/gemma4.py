@@ -11,6 +11,7 @@ from trtllm_dflash.models.decoder import (
     DecoderConfig,
     FullAttention,
     MoEConfig,
+    at_rows,
     attention_weights,
     head_norm_weights,
     mlp_weights,
@@ -103,11 +104,12 @@ class Gemma4(Decoder):
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def _layer(self, ops: Ops[T], i: int, x: Residual[T], start: T) -> tuple[T, Residual[T]]:
+    def _layer(self, ops: Ops[T], i: int, x: Residual[T], start: T, rows: T | None = None) -> tuple[T, Residual[T]]:
         prefix, eps = f"model.layers.{i}.", self.config.norm_eps
         stream, qkv = ops.norm_linear(prefix + "input_layernorm", prefix + "self_attn.qkv_proj", x, eps)
-        h = ops.all_reduce(ops.linear(prefix + "self_attn.o_proj", self.attention(ops, i, qkv, start)))
-        y = ops.add_normed(prefix + "post_attention_layernorm", stream, h, eps)
+        kept, h = at_rows(ops, rows, stream, self.attention(ops, i, qkv, start))
+        h = ops.all_reduce(ops.linear(prefix + "self_attn.o_proj", h))
+        y = ops.add_normed(prefix + "post_attention_layernorm", kept, h, eps)
         h = self._feed_forward(ops, prefix, y)
         y = ops.add_normed(prefix + "post_feedforward_layernorm", y, h, eps, prefix + "layer_scalar")
         return stream, Residual(y)

@@ -14,6 +14,7 @@ from trtllm_dflash.models.decoder import (
     Decoder,
     DecoderConfig,
     DeltaConfig,
+    at_rows,
     attention_layer,
     head_norm_weights,
     read_decoder_config,
@@ -169,17 +170,18 @@ class HybridDecoder(Decoder):
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def _layer(self, ops: Ops[T], i: int, x: Residual[T], start: T) -> tuple[T, Residual[T]]:
+    def _layer(self, ops: Ops[T], i: int, x: Residual[T], start: T, rows: T | None = None) -> tuple[T, Residual[T]]:
         prefix, eps = f"model.layers.{i}.", self.config.norm_eps
         norm = prefix + "input_layernorm"
         if prefix in self._nets:
             net = prefix + "linear_attn."
-            stream, (rows, gates) = ops.norm_linears(norm, _inputs(prefix), x, eps)
-            y, out = ops.gated_delta(self.delta_layer(net, ops.tp), rows, gates, start), net + "out_proj"
+            stream, (inputs, gates) = ops.norm_linears(norm, _inputs(prefix), x, eps)
+            y, out = ops.gated_delta(self.delta_layer(net, ops.tp), inputs, gates, start), net + "out_proj"
         else:
             stream, qkv = ops.norm_linear(norm, prefix + "self_attn.qkv_proj", x, eps)
             y, out = self._attend(ops, prefix, qkv, start), prefix + "self_attn.o_proj"
-        return stream, self.feed_forward(ops, prefix, ops.add_product(out, stream, y))
+        kept, y = at_rows(ops, rows, stream, y)
+        return stream, self.feed_forward(ops, prefix, ops.add_product(out, kept, y))
 
     def _attend(self, ops: Ops[T], prefix: str, qkv: T, start: T) -> T:
         """Attends, and multiplies what each head gives by its gates, the last columns of qkv: [B, N, heads*D]."""

@@ -307,8 +307,8 @@ class CudaSession(TorchSession):
             logprobs=kind.shaped,
         )
         ops = self._ops(layout, self._slots.block if kind.shares else kind.rows, kind.prompt_rows)
-        forward = self._step.forward(ops, inputs, kind.drafting)
-        if kind.shaped and kind.pieces:
+        forward = self._step.forward(ops, inputs, kind.drafting, kind.tells_prompts)
+        if kind.tells_prompts:
             assert self._hidden is not None
             self._hidden[:, : kind.all_rows].copy_(forward.features.hidden)
         return Begun(ops, inputs, forward, layout)
