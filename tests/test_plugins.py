@@ -367,9 +367,10 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
         by = factors if scale.ndim == 1 else factors.t()  # 128 columns: one block of each row
         return product((x.float() * by).bfloat16(), values, scale, bias, swiglu, None, residual, gelu)
 
-    def product_of_rounded(rows, factors, weight, dtype):
+    def product_of_rounded(rows, factors, weight, dtype, bias):
         by = factors.t() if weight.by_block else factors
-        return ((rows.float() * by) @ weight.dequantize().t()).to(dtype)
+        y = (rows.float() * by) @ weight.dequantize().t()
+        return (y if bias is None else y + bias).to(dtype)
 
     def rounding(quantize):
         def quantized(x, norm=None):

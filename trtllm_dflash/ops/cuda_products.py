@@ -234,6 +234,5 @@ def _rounded_product(
     if is_ours:
         of = weight.values, weight.scale, bias, swiglu, residual, gelu
         return kernels.wide_gemm_fp8(rows.view(x.shape), factors, *of)
-    y = product_of_rounded(rows, factors, weight, x.dtype).view(*x.shape[:-1], -1)
-    y = y if bias is None else y + bias
+    y = product_of_rounded(rows, factors, weight, x.dtype, bias).view(*x.shape[:-1], -1)
     return kernels.swiglu(y, gelu=gelu) if swiglu else y

@@ -122,12 +122,21 @@ def scaled_product(x: Tensor, weight: Fp8Weight, quantize: Callable[[Tensor], tu
     return product_of_rounded(*quantize(x), weight, x.dtype)[:count]
 
 
-def product_of_rounded(rows: Tensor, scale: Tensor, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-    """Multiplies rows [N, I], rounded as `scaled_product` rounds them, a multiple of four by a weight with blocks."""
+def product_of_rounded(
+    rows: Tensor, scale: Tensor, weight: Fp8Weight, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
+    """Multiplies rows [N, I], rounded as `scaled_product` rounds them, a multiple of four by a weight with blocks.
+
+    Args:
+        bias: [O], added.
+    """
     if weight.by_block:
         scales = scale.t(), weight.scale.t()  # as cuBLAS reads them
-        return torch._scaled_mm(rows, weight.values.t(), *scales, out_dtype=dtype)
+        y = torch._scaled_mm(rows, weight.values.t(), *scales, out_dtype=dtype)
+        return y if bias is None else y + bias
     # With a scale a row, BF16 is what every GPU gives. Fast: partial sums are not kept to FP32's last digits.
     scales = scale, weight.scale[None]
-    y = torch._scaled_mm(rows, weight.values.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
-    return y.to(dtype)
+    bf16 = torch.bfloat16
+    added = bias if dtype == bf16 else None
+    y = torch._scaled_mm(rows, weight.values.t(), *scales, bias=added, out_dtype=bf16, use_fast_accum=True).to(dtype)
+    return y if bias is None or added is not None else y + bias
