@@ -253,6 +253,27 @@ def test_one_of_several_texts_or_null_is_held_to_them(chat_format):
         written("None", None)  # which the format writes as it does null
 
 
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        ({"type": "string", "const": "x"}, ["x"]),
+        ({"anyOf": [{"type": "string", "enum": ["x", "true"]}, {"type": "null"}], "default": None}, ["true", None]),
+        ({"oneOf": [{"const": "x"}, {"anyOf": [{"const": "y"}]}]}, ["x", "y"]),
+    ],
+)
+@pytest.mark.parametrize("chat_format", ["qwen3-coder", "minimax-m2"])
+def test_texts_are_held_to_one_of_several_however_that_is_said(chat_format, schema, values, vocabulary):
+    """As Pydantic writes `Literal["x"]` and `Literal["x"] | None`, and Zod a union of literals."""
+    schema = {"type": "object", "properties": {"u": schema}, "required": ["u"], "additionalProperties": False}
+    for strict in (True, False):
+        source = call_grammar(chat_format, [Callee("f", schema, strict)], must=True)
+        for value in values:
+            call = written(chat_format, "f", {"u": value})
+            assert vocabulary(chat_format).allows(source, call)
+            assert calls_of(parsed(chat_format, [call], {"f": schema})) == [("f", {"u": value})]
+        assert not vocabulary(chat_format).allows(source, written(chat_format, "f", {"u": "z"}))
+
+
 def test_what_is_not_strict_is_held_as_far_as_can_be(vocabulary):
     schema = {"properties": {"a": {"type": "string", "pattern": "b"}, "n": {"not": {"const": 1}, "type": "integer"}}}
     schema["properties"]["c"] = {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^(?!x)a"}]}

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from trtllm_dflash.errors import RequestError
 from trtllm_dflash.text.reply import gemma4, kimi_k2, minimax_m2, qwen3, qwen3_coder
@@ -211,13 +212,25 @@ def _parameter(tags: Tags, rule: str, name: str, schema: object, function: Calle
 
 def _choices(schema: object) -> list[str]:
     """Returns what is written of a value that is one of several texts, or null; nothing where it may be another."""
-    choices = schema.get("enum") if isinstance(schema, Mapping) else None
-    if not isinstance(choices, list):
-        return []
+    choices = _values(schema)
     # Of such types alone all but null is a text, and read as one.
     if types_of(schema) == {"string", "null"} and not {"null", "None"} & set(filter(_is_text, choices)):
         choices = ["null" if choice is None else choice for choice in choices]
     return choices if all(map(_is_text, choices)) else []
+
+
+def _values(schema: object) -> list[Any]:
+    """Lists all values of a schema; nothing where it does not."""
+    if not isinstance(schema, Mapping):
+        return []
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if values is not None:
+        return values if isinstance(values, list) else []
+    for key in ("anyOf", "oneOf"):
+        if isinstance(schema.get(key), list):
+            each = [_values(one) for one in schema[key]]
+            return [value for values in each for value in values] if all(each) else []
+    return [None] if schema.get("type") == "null" else []
 
 
 def _is_text(value: object) -> bool:
