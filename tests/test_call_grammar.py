@@ -230,6 +230,7 @@ def nested(key, times=600):
         ("gemma4", {"properties": {str(i): {} for i in range(501)}}, "'f': #/properties has 501; at most 500"),
         ("gemma4", {"required": [{}]}, "'f': #/required is no JSON schema's"),
         ("gemma4", {"properties": {"a": {"type": "array", "maxItems": "3"}}}, "'f': #/properties/a/maxItems is no"),
+        ("gemma4", {"properties": {"a": {"items": [{}, {}]}}}, "'f': #/properties/a/items cannot be held"),
         ("gemma4", {"properties": {"a": {"items": {}, "minItems": -1}}}, "'f': #/properties/a/minItems is no"),
         ("gemma4", {"properties": {"a": {"type": [{}]}}}, "'f': #/properties/a/type is no JSON schema's"),
         ("gemma4", {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(600)}}, DEEP),
@@ -289,10 +290,12 @@ def test_what_is_not_strict_is_held_as_far_as_can_be(vocabulary):
         ({"type": "any", "enum": None}, {}, 2),
         ({"$ref": "http://x/y", "default": None}, {}, 2),
         ({"anyOf": [{"type": ["str", "null"]}], "description": None}, {}, 2),
+        ({"type": "array", "items": [{"type": "integer"}, {"type": "boolean"}]}, {}, [1, True]),
+        ({"type": "array", "prefixItems": [{"const": 1}], "items": False}, {}, [1]),
     ],
 )
 def test_what_is_no_schemas_is_left_out_of_one_that_is_not_strict(of_a, more, value, vocabulary):
-    """Agents offer it, and `tool_choice` of `required` is no reason to refuse it."""
+    """Agents offer it, and `tool_choice` of `required` is no reason to refuse it. Nor is it for tuples."""
     schema = {"type": "object", "properties": {"a": of_a}, **more}
     for chat_format in FORMATS:
         source = call_grammar(chat_format, [Callee("f", schema, strict=False)], must=True)

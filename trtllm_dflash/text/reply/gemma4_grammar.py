@@ -151,7 +151,12 @@ class _Arguments:
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if most == 0:
             return '"[" "]"'
-        item = self._new_rule(self.value(schema.get("items", True), f"{place}/items"))
+        each = schema.get("items", True)
+        if each is False or isinstance(each, list):  # of a tuple, whose items differ
+            if self._function.strict:
+                raise unheld(self._function, f"{place}/items")
+            each = True
+        item = self._new_rule(self.value(each, f"{place}/items"))
         upper = "" if most is None else most - 1
         # The library takes no repetition of at most none.
         items = item if upper == 0 and least < 2 else f'{item} ("," {item}){{{max(least - 1, 0)},{upper}}}'
