@@ -10,7 +10,7 @@ from trtllm_dflash.errors import RequestError
 from trtllm_dflash.text.reply.gemma4 import CALL_END, QUOTE
 from trtllm_dflash.text.reply.grammar_terms import REMARKS, Callee, Marks, json_value, text, unheld
 from trtllm_dflash.text.reply.held_schema import TYPES
-from trtllm_dflash.text.reply.schema_parts import SHARED
+from trtllm_dflash.text.reply.schema_parts import SHARED, referred
 
 _NAME = re.compile(r'[^\s:,{}\[\]<>"]+')  # of a member, which stands without marks
 _CHOICES = ("anyOf", "oneOf")
@@ -204,11 +204,8 @@ class _Arguments:
 
     def _reference(self, target: Any, place: str) -> str:
         """Writes what a reference inside the function's schema stands for; its rule, once."""
-        parts = target.removeprefix("#/").split("/") if isinstance(target, str) and target.startswith("#/") else []
-        found: Any = {"type": "object", **self._function.schema}
-        for part in parts:
-            found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-        if (not parts and target != "#") or found is None:
+        found = referred(target, {"type": "object", **self._function.schema})
+        if found is None:
             raise self._wrong(f"{place}/$ref is none that is in the schema")
         if target not in self._references:
             self._references[target] = f"{self._rule}_ref_{len(self._references)}"

@@ -9,6 +9,15 @@ _VALUES = frozenset({"const", "enum", "default", "examples"})  # keywords whose 
 _NAMED = frozenset({"properties", "patternProperties", "dependentSchemas", *SHARED})  # whose names are no keywords
 
 
+def referred(target: Any, root: Any) -> Any:
+    """Finds what a reference leads to inside a schema; None where it leads nowhere."""
+    if not isinstance(target, str) or (target != "#" and not target.startswith("#/")):
+        return None
+    for part in target.split("/")[1:]:
+        root = root.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(root, Mapping) else None
+    return root
+
+
 def standing_alone(part: Any, root: Mapping[str, Any]) -> Any:
     """Completes a part of a schema by those that the whole shares, and by the whole where a reference leads there.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from trtllm_dflash.text.reply.json_call import begun_object, refuse_constant
 from trtllm_dflash.text.reply.parts import LONGEST_MEMBER, MOST_BLANKS, MarkupParser
+from trtllm_dflash.text.reply.schema_parts import referred
 from trtllm_dflash.text.stream import held
 
 
@@ -41,6 +42,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "array": (list,),
     "null": (type(None),),
 }
+_REFERRED = "referred"  # a text that a reference leads to: calls that are held to their schema write it as JSON
 _PYTHONS = {"True": "true", "False": "false", "None": "null"}  # how templates have written JSON's words
 
 
@@ -130,7 +132,7 @@ class XmlCallParser(MarkupParser):
         self._buffer = rest
         schema = self._schemas[self._function]
         properties, more = schema.get("properties", {}), schema.get("additionalProperties")
-        self._types = types_of(properties.get(key, more)) if isinstance(properties, Mapping) else frozenset()
+        self._types = types_of(properties.get(key, more), schema) if isinstance(properties, Mapping) else frozenset()
         self._value = []
         self._emit("arguments", f"{self._separator}{_json(key)}: ")
         self._separator = ", "
@@ -204,8 +206,12 @@ class XmlCallParser(MarkupParser):
             self._value.append(text)
 
 
-def types_of(schema: object) -> frozenset[str]:
-    """Returns the types that a JSON schema allows, `string` among them where it names none; none: any."""
+def types_of(schema: object, root: object = None) -> frozenset[str]:
+    """Returns the types that a JSON schema allows, `string` among them where it names none; none: any.
+
+    Args:
+        root: the schema that references lead into; None: what they lead to may be any.
+    """
     if not isinstance(schema, Mapping):
         return frozenset({"string"})
     named = schema.get("type")
@@ -213,9 +219,13 @@ def types_of(schema: object) -> frozenset[str]:
         return frozenset({named})
     if isinstance(named, list):
         return frozenset(name for name in named if isinstance(name, str))
+    if "$ref" in schema:
+        found = referred(schema["$ref"], root)
+        types = types_of(found) if isinstance(found, Mapping) else frozenset[str]()
+        return types - {"string"} | {_REFERRED} if "string" in types else types
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
-            each = [types_of(one) for one in schema[key]]
+            each = [types_of(one, root) for one in schema[key]]
             return frozenset().union(*each) if all(each) else frozenset()
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list) and all(isinstance(value, str) for value in values):
