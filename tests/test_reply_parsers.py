@@ -377,7 +377,14 @@ def test_closings_that_close_nothing_are_left_out(chat_format, text, content):
         ("gemma4", '<|tool_call>call:now{"a":"Rome, It', '{"a": "Rome, It'),
         ("minimax-m2", '<minimax:tool_call><invoke name="write"><parameter name="count">12', '{"count": 12'),
         ("minimax-m2", '<minimax:tool_call><invoke name="write"><parameter name="count">12</par', '{"count": 12'),
+        (
+            "minimax-m2",
+            '<minimax:tool_call><invoke name="write"><parameter name="count">12</parameter>',
+            '{"count": 12',
+        ),
         ("qwen3-coder", "<tool_call>\n<function=write>\n<parameter=count>\n", '{"count": '),
+        ("qwen3-coder", "<function=write>\n<parameter=text>\na</parameter>\n</fun", '{"text": "a"'),
+        ("qwen3-coder", "<function=write>\n<parameter=text>\na</parameter>b", '{"text": "a</parameter>b'),
     ],
 )
 def test_a_value_that_is_cut_off_is_shown_as_far_as_it_went(chat_format, text, shown):
@@ -448,6 +455,26 @@ def texts_in(parser):
 def test_a_value_has_the_type_that_the_schema_gives_it(parameter, value, expected):
     text = f"<tool_call>\n<function=write>\n<parameter={parameter}>\n{value}\n</parameter>\n</function>\n</tool_call>"
     assert calls_of(parsed("qwen3-coder", [text])) == [("write", {parameter: expected})]
+
+
+@pytest.mark.parametrize(
+    ("chat_format", "parameter", "value"),
+    [
+        ("qwen3-coder", "text", "<job>\n  <parameter>1</parameter>\n</job>"),
+        ("qwen3-coder", "text", "the tag </parameter>"),
+        ("qwen3-coder", "text", "</parameter> ends it"),
+        ("qwen3-coder", "items", ["</parameter>", "a</parameter>\n"]),
+        ("minimax-m2", "text", "`</parameter>` ends it"),
+        ("minimax-m2", "options", {"</parameter>": "</parameter></parameter>"}),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 9, 1000])
+def test_a_value_may_have_its_closing_tag_in_it(chat_format, parameter, value, size):
+    """A file of XML, say, or a list that is held to its schema."""
+    asked = [("write", {parameter: value, "count": 1}), ("now", {})]
+    text = together(chat_format, asked)
+    parts = parsed(chat_format, [text[at : at + size] for at in range(0, len(text), size)])
+    assert calls_of(parts) == asked and not text_of(parts)
 
 
 @pytest.mark.parametrize(("more", "expected"), [({"type": "integer"}, 5), ({"type": "string"}, "5"), (True, "5")])

@@ -57,6 +57,7 @@ class XmlCallParser(MarkupParser):
         super().__init__()
         self._tags = tags
         self._end_of_call = f"{tags.edge}{tags.function_end}\n{tags.closing}"  # behind the last value's own tag
+        self._behind_values = (tags.parameter, tags.function_end, tags.closing, tags.function)
         self._schemas = schemas
         self._function = ""
         self._types: frozenset[str] = frozenset()  # of the value that is being read
@@ -156,10 +157,28 @@ class XmlCallParser(MarkupParser):
             self._add_to_value(self._buffer[:end])
             self._buffer = self._buffer[end:]
             return False
-        self._close_value(self._buffer[:at].removesuffix(self._tags.edge))
-        self._buffer = self._buffer[at + len(ending) :]
-        self._state = self._between
+        value, behind = self._buffer[:at], self._buffer[at + len(ending) :]
+        ends = self._ends_value(value, behind)
+        if ends is None:
+            return False
+        if ends:
+            self._close_value(value.removesuffix(self._tags.edge))
+            self._state = self._between
+        else:
+            self._add_to_value(value + ending)
+        self._buffer = behind
         return True
+
+    def _ends_value(self, value: str, behind: str) -> bool | None:
+        """Whether a tag between these two ends the value, as texts may have one in them; None: more must tell."""
+        if value.endswith(self._tags.edge) and behind.startswith("\n"):
+            return True
+        text = behind.lstrip()
+        if len(behind) - len(text) > MOST_BLANKS:
+            return False
+        if text.startswith(self._behind_values):
+            return True
+        return None if any(tag.startswith(text) for tag in self._behind_values) else False
 
     def _close_value(self, last: str) -> None:
         self._add_to_value(last)
@@ -167,6 +186,10 @@ class XmlCallParser(MarkupParser):
 
     def _end_of_value(self) -> None:
         """Hands on a value that is cut off, as far as it went; or whole, where the model has left out its tag alone."""
+        at = self._buffer.find(self._tags.parameter_end)
+        if at >= 0:  # and nothing stands behind it
+            self._close_value(self._buffer[:at].removesuffix(self._tags.edge))
+            return
         end = self._end_of_known()
         if self._buffer[end:].rstrip() == self._end_of_call:
             self._close_value(self._buffer[:end])
