@@ -46,6 +46,7 @@ def test_neutral_parameters_are_not_sent():
     [
         ({"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": "{"}, "guided_decoding_guide: is not"),
         ({"guided_decoding_guide": "{}"}, "guided_decoding_guide: needs a guided_decoding_guide_type"),
+        ({"guided_decoding_guide_type": "regex"}, "guided_decoding_guide: missing"),
         ({"guided_decoding_guide_type": "ebnf_grammar"}, "guided_decoding_guide_type: ebnf_grammar is not one of json"),
         ({"logit_bias_ids": [1, 2]}, "logit_bias_values: 0 of them, but 2 logit_bias_ids"),
         ({"bad_words": ["x"] * 17}, "bad_words: 17 of them"),

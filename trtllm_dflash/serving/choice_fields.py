@@ -68,6 +68,8 @@ def _structured(fields: Fields) -> dict[str, Any] | None:
     kind, guide = types[0], "".join(guides)
     if kind not in _GUIDES:
         raise fields.refusal("guided_decoding_guide_type", f"{kind[:40]} is not one of {', '.join(_GUIDES)}")
+    if kind != "json":
+        fields.require("guided_decoding_guide")
     if kind in _JSON_GUIDES:
         try:
             return {"kind": _GUIDES[kind], "value": json.loads(guide)}
