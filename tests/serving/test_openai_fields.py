@@ -70,6 +70,11 @@ def test_a_schema_may_be_a_text_of_json():
     assert asked.structured.value == {"type": "object"}
 
 
+def test_two_forms_are_refused_by_the_names_that_they_were_sent_by():
+    with pytest.raises(ApiError, match=r"give one of json, regex$"):
+        parse(ChatRequest, json.dumps(ASKED | {"structured_outputs": {"json": {}, "regex": "a"}}).encode())
+
+
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
 def test_thinking_goes_back_under_either_name(name):
     message = {"role": "assistant", "content": "y", name: "hm"}

@@ -121,8 +121,9 @@ class StructuredOutputs(BaseModel):
 
     @model_validator(mode="after")
     def _one(self) -> Self:
-        if len(self._given()) > 1:
-            raise ApiError(400, f"structured_outputs: give one of {', '.join(self._given())}", "structured_outputs")
+        given = [type(self).model_fields[name].alias or name for name in self._given()]
+        if len(given) > 1:
+            raise ApiError(400, f"structured_outputs: give one of {', '.join(given)}", "structured_outputs")
         return self
 
     @property
