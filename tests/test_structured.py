@@ -420,6 +420,11 @@ def test_what_holds_a_value_to_nothing_is_left_out(grammars, schema):
     assert kept == {"properties": {"a": {"const": {"format": "path"}}}}
 
 
+def test_a_property_named_pattern_is_no_pattern(grammars):
+    """Tools that search files have one, beside long texts of others."""
+    assert grammars.compile("json_schema", {"properties": {"pattern": {"type": "string", "maxLength": 10**6}}})
+
+
 def test_formats_are_those_that_the_library_knows(grammars):
     for format in (*FORMATS, "unheard-of"):
         schema = {"type": "string", "format": format}

@@ -20,7 +20,8 @@ _MOST_ITEMS = 1_000
 _MOST_MULTIPLES = 100_000
 _NUMBER = r"\s*:\s*(-?[0-9.eE+-]+)"
 _LEAST_ITEMS, _MULTIPLE = re.compile(r'"minItems"' + _NUMBER), re.compile(r'"multipleOf"' + _NUMBER)
-_PATTERN, _BOUND = re.compile(r'"pattern"\s*:'), re.compile(r'"maxLength"' + _NUMBER)
+_PATTERN = re.compile(r'"pattern"\s*:\s*"')  # the keyword: a property of that name has a schema
+_BOUND = re.compile(r'"maxLength"' + _NUMBER)
 _ESCAPED = re.compile(r"\\u00([0-7][0-9a-fA-F])")
 
 
