@@ -278,6 +278,8 @@ def test_texts_are_held_to_one_of_several_however_that_is_said(chat_format, sche
 def test_what_is_not_strict_is_held_as_far_as_can_be(vocabulary):
     schema = {"properties": {"a": {"type": "string", "pattern": "b"}, "n": {"not": {"const": 1}, "type": "integer"}}}
     schema["properties"]["c"] = {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^(?!x)a"}]}
+    schema["properties"]["i"] = {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}
+    schema["properties"]["z"] = {"type": "number", "minimum": -3.4e38, "exclusiveMaximum": 3.4e38}
     for chat_format in FORMATS:
         source = call_grammar(chat_format, [Callee("f", schema, strict=False)], must=True)
         assert vocabulary(chat_format).allows(source, written(chat_format, "f", {"a": "b", "n": 2}))

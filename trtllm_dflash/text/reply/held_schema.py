@@ -21,12 +21,16 @@ _ALONE = ("items", "additionalProperties", "contains", "not", "if", "then", "els
 #: JSON's types.
 TYPES = ("object", "array", "string", "number", "integer", "boolean", "null")
 
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_FAR = 10**18  # a bound that llguidance takes no more in all places: those of a language's own numbers are beyond it
+
 _ANY_NAME: tuple[object, ...] = ({}, {"type": "string"}, True)
 
 
 def held(schema: Mapping[str, Any], strict: bool = True) -> dict[str, Any]:
-    """Leaves out of a schema formats that are unknown, and what any value has; where not strict, also patterns that
-    llguidance cannot hold a text to, and what agents' libraries write that is no JSON schema's or of another document.
+    """Leaves out of a schema formats that are unknown, and what any value has; where not strict, also patterns and
+    bounds that llguidance cannot hold a value to, and what agents' libraries write that is no JSON schema's or of
+    another document.
     """
     kept: dict[str, Any] = {}
     for key, value in schema.items():
@@ -75,12 +79,15 @@ def patterns_of(schema: Any) -> Iterator[str]:
 
 
 def _says_nothing(key: str, value: object) -> bool:
-    """Whether a keyword is without a value, names a type that there is not, or refers to what is not here."""
+    """Whether a keyword is without a value, names a type that there is not, refers to what is not here, or is a bound
+    that hardly any number is beyond."""
     if key == "type":
         types = value if isinstance(value, list) else [value]
         return not all(isinstance(name, str) and name in TYPES for name in types)
     if key == "$ref":
         return not isinstance(value, str) or not value.startswith("#")
+    if key in _BOUNDS and isinstance(value, int | float):
+        return abs(value) >= _FAR
     return value is None and key not in ("const", "default")
 
 
