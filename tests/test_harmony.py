@@ -246,6 +246,7 @@ REPLIES = {
     ),
     "an answer at once": ("<|channel|>final<|message|>Yes.", "Yes."),
     "cut off while thinking": ("<|channel|>analysis<|message|>The user", ""),
+    "an answer that tells its type": ('<|channel|>final <|constrain|>json<|message|>{"a": 1}', '{"a": 1}'),
     "a call of a tool": (
         "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>",
         "",
@@ -303,6 +304,14 @@ def test_the_reader_gets_the_final_channel(case, codec, encoding):
             [("call", "now"), ("arguments", "{}"), ("call", "later"), ("arguments", "{}")],
         ),
         ("<|channel|>commentary to=functions.now<|message|>", [("call", "now")]),
+        # An answer may tell its type, as one does that is held to a form; a channel may be named twice.
+        ('<|channel|>final <|constrain|>json<|message|>{"a": 1}<|return|>', [("content", '{"a": 1}')]),
+        ('<|channel|>final<|constrain|>json<|message|>{"a": 1}<|return|>', [("content", '{"a": 1}')]),
+        ("<|channel|>final json<|message|>{}<|return|>", [("content", "{}")]),
+        (
+            "<|channel|>commentary to=functions.weather<|channel|>commentary<|message|>{}<|call|>",
+            [("call", "weather"), ("arguments", "{}")],
+        ),
         ("No Harmony.", [("content", "No Harmony.")]),
     ],
 )

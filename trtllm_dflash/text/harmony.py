@@ -200,11 +200,13 @@ class HarmonyParser(Parser):
     def _begin_message(self, channel: str | None, recipient: str | None) -> None:
         self._text, self._is_empty = self._new_text(), True
         before, self._kind = self._kind, "thinking"
+        # The library takes a type that stands alone for the recipient, and a second channel for a part of its name.
+        recipient = (recipient or "").partition("<|")[0] or None
         name = self._called(recipient)
         if name:
             self._kind = "arguments"
             self._parts.append(Part("call", name))
-        elif recipient is None and channel != _ANALYSIS:
+        elif channel == _FINAL or (recipient is None and channel != _ANALYSIS):
             self._kind = "content"  # the answer, or a word about the calls that follow it
         if self._kind == before != "arguments" and self._shown:
             self._parts.append(Part(before, "\n"))
