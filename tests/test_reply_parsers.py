@@ -511,12 +511,18 @@ def test_a_call_follows_thinking(chat_format):
     ]
 
 
-@pytest.mark.parametrize("chat_format", ["minimax-m2", "kimi-k2"])
+@pytest.mark.parametrize("chat_format", ["minimax-m2", "kimi-k2", "qwen3-coder"])
 def test_a_call_ends_thinking_that_was_left_open(chat_format):
     text = "A call." + written(chat_format, "now", {})
     called = [Part("thinking", "A call."), Part("call", "now"), Part("arguments", "{}")]
     assert parsed(chat_format, list(text), thinking=True) == called
     assert parsed(chat_format, list(text), None, thinking=True) == [Part("thinking", text)]
+
+
+def test_thinking_about_calls_of_qwen3_coders_is_thinking():
+    thought = "I may write <tool_call>, and <tool_call>\n<function=other>."
+    parts = parsed("qwen3-coder", list(f"{thought}\n</think>\n\nYes."), thinking=True)
+    assert parts == [Part("thinking", thought), Part("content", "Yes.")]
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ def reply_parser(
     elif schemas is not None and chat_format == "qwen3":
         calls = Qwen3Parser()
     elif schemas is not None and chat_format == "qwen3-coder":
-        calls = XmlCallParser(qwen3_coder.TAGS, schemas)
+        calls, ends = XmlCallParser(qwen3_coder.TAGS, schemas), qwen3_coder.beginnings(schemas)
     elif schemas is not None and chat_format == "minimax-m2":
         calls, ends = XmlCallParser(minimax_m2.TAGS, schemas), (minimax_m2.TAGS.opening,)
     elif schemas is not None and chat_format == "kimi-k2":

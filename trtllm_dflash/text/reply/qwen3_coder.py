@@ -7,7 +7,12 @@ notes.txt
 </parameter>
 </function>
 </tool_call>
+
+Qwen3.5 and later think between `<think>`, which the prompt ends with, and `</think>`. At times they call a function and
+leave that out: the beginning of a call by an offered name ends the thinking too.
 """
+
+from collections.abc import Iterable
 
 from trtllm_dflash.text.reply.qwen3 import CLOSING, OPENING
 from trtllm_dflash.text.reply.xml_call import Tags
@@ -22,3 +27,8 @@ TAGS = Tags(
     name_end=">",
     edge="\n",
 )
+
+
+def beginnings(functions: Iterable[str]) -> tuple[str, ...]:
+    """Lists what calls of these functions begin with."""
+    return tuple(f"{OPENING}\n{TAGS.function}{name}{TAGS.name_end}" for name in functions)
