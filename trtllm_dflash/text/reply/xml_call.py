@@ -60,6 +60,7 @@ class XmlCallParser(MarkupParser):
         self._behind_values = (tags.parameter, tags.function_end, tags.closing, tags.function)
         self._schemas = schemas
         self._function = ""
+        self._beginnings: tuple[str, ...] = ()  # of what follows a value whose own tag is left out
         self._types: frozenset[str] = frozenset()  # of the value that is being read
         self._value: list[str] = []  # of that, where it is no text
         self._separator = ""  # before the next argument
@@ -101,6 +102,7 @@ class XmlCallParser(MarkupParser):
         if not end:
             return False
         self._function, self._buffer, self._markup = name, rest, ""
+        self._beginnings = self._beginnings_behind(name)
         self._emit("call", name)
         self._separator = "{"
         self._state = self._between
@@ -152,6 +154,12 @@ class XmlCallParser(MarkupParser):
     def _in_value(self) -> bool:
         ending = self._tags.parameter_end
         at = self._buffer.find(ending)
+        follows = min((found for each in self._beginnings if (found := self._buffer.find(each)) >= 0), default=-1)
+        if follows >= 0 and not 0 <= at < follows:
+            self._close_value(self._buffer[:follows])
+            self._buffer = self._buffer[follows:]
+            self._state = self._between
+            return True
         if at < 0:
             end = self._end_of_known()
             self._add_to_value(self._buffer[:end])
@@ -168,6 +176,16 @@ class XmlCallParser(MarkupParser):
             self._add_to_value(value + ending)
         self._buffer = behind
         return True
+
+    def _beginnings_behind(self, function: str) -> tuple[str, ...]:
+        """Lists what stands behind a value of that function where each tag has a line: a parameter or another call."""
+        tags, properties = self._tags, self._schemas[function].get("properties")
+        if not tags.edge:
+            return ()
+        names = properties if isinstance(properties, Mapping) else ()
+        parameters = [f"{tags.edge}{tags.parameter}{name}{tags.name_end}{tags.edge}" for name in names]
+        calls = f"{self._end_of_call}\n{tags.opening}", f"{tags.edge}{tags.function_end}\n{tags.function}"
+        return (*calls, *parameters)
 
     def _ends_value(self, value: str, behind: str) -> bool | None:
         """Whether a tag between these two ends the value, as texts may have one in them; None: more must tell."""
@@ -206,7 +224,7 @@ class XmlCallParser(MarkupParser):
         text, end = self._buffer.rstrip(), self._tags.parameter_end
         if text.endswith(self._end_of_call):
             return len(text) - len(self._end_of_call)
-        ends = end, self._tags.edge + end, self._end_of_call
+        ends = end, self._tags.edge + end, self._end_of_call, *self._beginnings
         return len(self._buffer) - max(held(self._buffer, each) for each in ends)
 
     def _ended(self) -> bool:
