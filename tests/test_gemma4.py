@@ -93,6 +93,13 @@ def test_gemma4_equals_transformers(experts, tmp_path):
     assert_equals(path, transformers_model(path), prompts=20 if experts else 10)
 
 
+def test_rope_of_layers_without_a_window_is_slowed_by_its_factor(tmp_path):
+    """Contexts are extended so; published ones have none, which is 1."""
+    path = make_gemma4(tmp_path)
+    edit_config(path, lambda raw: raw["text_config"]["rope_parameters"]["full_attention"].update(factor=8.0))
+    assert_equals(path, transformers_model(path), prompts=2)
+
+
 def test_both_forms_of_the_configuration_and_of_the_experts_are_one_model(tmp_path):
     path, again = (make_gemma4(tmp_path / str(i), experts=True, published=i == 0) for i in range(2))
 

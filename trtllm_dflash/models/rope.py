@@ -82,7 +82,8 @@ def read_rope(raw: dict[str, Any]) -> RopeConfig:
     if kind == "yarn":
         return _read_yarn(scaling, theta, raw)
     if kind == "proportional":
-        return RopeConfig(kind=kind, theta=theta, share=scaling.get("partial_rotary_factor", 1.0))
+        share, factor = scaling.get("partial_rotary_factor", 1.0), scaling.get("factor", 1.0)
+        return RopeConfig(kind=kind, theta=theta, share=share, factor=factor)
     raise CheckpointError(
         f"config.json: rope scaling {kind!r} is not supported; supported: default, linear, llama3, yarn, proportional"
     )

@@ -20,6 +20,7 @@ def rope_tables(config: RopeConfig, head_size: int, positions: int) -> tuple[tor
         frequencies = _yarn(config, frequencies, head_size)
     elif config.kind == "proportional":
         frequencies[int(config.share * head_size // 2) :] = 0
+        frequencies = frequencies / config.factor
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies[None, :]
     return angles.cos() * config.attention_factor, angles.sin() * config.attention_factor
 
