@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 WINDOW = 8
 
 
-def make_gemma4(path: Path, *, experts: bool = False, published: bool = True, **values: Any) -> Path:
+def make_gemma4(path: Path, *, experts: bool = False, published: bool = True, tied: bool = True, **values: Any) -> Path:
     """A Gemma 4 as transformers saves it, which is as published but for its configuration's form.
 
     Heads of 16 with a window, of 32 without; two of six layers have none.
@@ -58,7 +58,7 @@ def make_gemma4(path: Path, *, experts: bool = False, published: bool = True, **
         shape |= {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32}
     text = transformers.Gemma4TextConfig(**{**shape, **values}).to_dict()
     model = transformers.Gemma4ForConditionalGeneration(
-        transformers.Gemma4Config(text_config=text, vision_config=None, audio_config=None)
+        transformers.Gemma4Config(text_config=text, vision_config=None, audio_config=None, tie_word_embeddings=tied)
     )
     fill(model, torch.Generator().manual_seed(0)).save_pretrained(path)
     # What is beside the text in every published one.
@@ -119,6 +119,13 @@ def test_both_forms_of_the_configuration_and_of_the_experts_are_one_model(tmp_pa
         for p in (path, again)
     ]
     assert [c.token_ids for c in texts[0]] == [c.token_ids for c in texts[1]]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_head_is_tied_as_the_whole_says(whole, tmp_path):
+    """As transformers ties and saves it, whatever the text model's own settings say."""
+    make_gemma4(tmp_path, tied=whole, tie_word_embeddings=not whole)
+    assert open_pair(tmp_path).target_config.tied_embeddings is whole
 
 
 def test_drafted_text_of_gemma4_equals_plain_text(tmp_path):

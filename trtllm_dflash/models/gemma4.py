@@ -43,6 +43,7 @@ class Gemma4(Decoder):
     def read_config(raw: dict[str, Any]) -> DecoderConfig:
         """Reads the configuration from Hugging Face's config.json: the text model's own, or one that holds it."""
         text = raw.get("text_config") or raw
+        tied = raw.get("tie_word_embeddings", text.get("tie_word_embeddings", True))  # as the whole says
         # Absent, transformers takes it to be 256.
         if text.get("hidden_size_per_layer_input", 256) or text.get("num_kv_shared_layers"):
             raise CheckpointError(
@@ -53,7 +54,7 @@ class Gemma4(Decoder):
             if text.get(key, computed[0]) not in computed:
                 raise CheckpointError(f"config.json: {key} {text[key]!r} is not supported; supported: {computed[0]!r}")
         try:
-            return _read(text)
+            return _read({**text, "tie_word_embeddings": tied})
         except KeyError as missing:
             raise CheckpointError(f"config.json: {missing.args[0]!r} is missing") from None
 
@@ -182,7 +183,7 @@ def _read(text: dict[str, Any]) -> DecoderConfig:
         norm_eps=text.get("rms_norm_eps", 1e-6),
         max_positions=text["max_position_embeddings"],
         rope=read_rope({"rope_parameters": text["rope_parameters"][_SLIDING]}),
-        tied_embeddings=text.get("tie_word_embeddings", True),
+        tied_embeddings=text["tie_word_embeddings"],
         windows=tuple(text["sliding_window"] if kind == _SLIDING else None for kind in types),
         full_attention=full,
         embedding_scale=text["hidden_size"] ** 0.5,
