@@ -646,6 +646,10 @@ def test_wrong_input_is_refused_in_one_line(tmp_path):
         (["--taps", "1,1"], "--taps 1,1: give layers as numbers from 0, each once: 1,9,17, or auto"),
         (["--steps", "4", "--epochs", "2"], "--steps and --epochs: give one of them"),
         (["--taps", "1,x"], "--taps 1,x: give layers as numbers from 0, each once: 1,9,17, or auto"),
+        (
+            ["--attention", "flex", "--device", "cpu"],
+            "--attention flex: torch trains with it on a GPU alone; leave it out",
+        ),
     ],
 )
 def test_a_number_that_nothing_is_trained_with_is_refused_by_its_flag(words, says, tmp_path):

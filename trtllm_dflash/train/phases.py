@@ -95,7 +95,10 @@ def train(
     Raises:
         DFlashError: the target, the prompts, a setting or the directory cannot be used.
     """
-    check_ranks(settings.ranks, settings.packs, pick_device(settings.device))
+    device = pick_device(settings.device)
+    check_ranks(settings.ranks, settings.packs, device)
+    if settings.attention == "flex" and device.type == "cpu":  # before the replies, which take hours
+        raise SettingsError("--attention flex: torch trains with it on a GPU alone; leave it out")
     opened = _opened(settings)
     target = _digest_of(opened[0].target_folder.path)
     with State.opened(output, target) as state:
