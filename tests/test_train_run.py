@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -214,6 +215,18 @@ def load_place(folder: Path) -> str:
 
 
 @pytest.mark.usefixtures("hears_ctrl_c")
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--max-seq-len", 16), r"two tokens or more; \d+ are too long for --max-seq-len 16$"),
+        (("--max-seq-len", 192, "--max-tokens", 1), "no training prompt has a reply of two tokens or more$"),
+    ],
+)
+def test_prompts_without_a_reply_to_train_on_are_refused_with_the_reason(words, says, data, tmp_path):
+    message = run("train", *FLAGS, "--data", data, "--held-out", 0.3, *words, "--output", tmp_path).stderr
+    assert re.search(says, message.strip().splitlines()[-1])
+
+
 def test_ctrl_c_ends_with_130_and_half_a_line_of_replies_is_made_again(trained, data, tmp_path, monkeypatch):
     replies, _ = trained
     output = tmp_path / "state"

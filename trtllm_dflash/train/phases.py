@@ -176,7 +176,9 @@ class Training:
         for name in (TRAINING, HELD_OUT):
             documents = read_documents(self.state.folder / _replies(name))
             if not documents:
-                raise SettingsError(f"--data {self.settings.data}: no {name.replace('_', ' ')} prompt has a reply")
+                long = f"; {skipped[name]} are too long for --max-seq-len {self.max_seq_len}" if skipped[name] else ""
+                which = f"no {name.replace('_', ' ')} prompt has a reply of two tokens or more"
+                raise SettingsError(f"--data {self.settings.data}: {which}{long}")
             tokens[name] = sum(document.reply for document in documents)
         self.say(f"regenerate: replies of {tokens[TRAINING]:,} tokens to train on, {tokens[HELD_OUT]:,} held out")
         if any(skipped.values()):
