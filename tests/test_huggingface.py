@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.checkpoints import make_target
-from tests.family_checks import assert_greedy
+from tests.checkpoints import YARN, edit_config, make_target
+from tests.family_checks import assert_equals, assert_greedy
 from tests.near_ties import all_logits
 from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.pairs.prompts import read_prompts
@@ -56,6 +56,16 @@ def test_logits_of_every_position_and_greedy_text_equal_transformers(case, tmp_p
     replies = [completion.token_ids for completion in llm.generate(prompts, params)]
     assert {len(reply) for reply in replies} == {8}
     assert_greedy(model, prompts, replies)
+
+
+@pytest.mark.parametrize("scaling", [LLAMA3, YARN])
+def test_original_positions_beside_the_rope_settings_are_read(scaling, tmp_path):
+    original = {"original_max_position_embeddings": scaling["original_max_position_embeddings"]}
+    path = make_target(tmp_path, rope_scaling=scaling, max_positions=256)
+    edit_config(path, lambda raw: raw.update(original))
+    edit_config(path, lambda raw: raw["rope_parameters"].pop("original_max_position_embeddings"))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    assert_equals(path, model, prompts=2)
 
 
 @pytest.mark.principal("2")

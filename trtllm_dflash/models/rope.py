@@ -7,6 +7,9 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
 from trtllm_dflash.errors import CheckpointError
 
+#: The positions that a model had before its rotary embedding was scaled.
+ORIGINAL = "original_max_position_embeddings"
+
 #: A finite one: it is divided by, its logarithm or root is taken, or it has no meaning otherwise.
 PositiveNumber = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 #: Full turns over a model's positions: far more than any has, and whose angle is a number.
@@ -62,6 +65,8 @@ def read_rope(raw: dict[str, Any]) -> RopeConfig:
         CheckpointError: the scaling rule is not one we compute, or its settings are no object.
     """
     scaling = rope_scaling(raw)
+    if raw.get(ORIGINAL) is not None:  # beside them, where Phi-3's have it; transformers and vLLM take it first
+        scaling = {**scaling, ORIGINAL: raw[ORIGINAL]}
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     theta = scaling.get("rope_theta", raw.get("rope_theta", 10000.0))
     if kind == "default":
@@ -77,7 +82,7 @@ def read_rope(raw: dict[str, Any]) -> RopeConfig:
             factor=scaling["factor"],
             low_freq_factor=scaling["low_freq_factor"],
             high_freq_factor=scaling["high_freq_factor"],
-            original_max_positions=scaling["original_max_position_embeddings"],
+            original_max_positions=scaling[ORIGINAL],
         )
     if kind == "yarn":
         return _read_yarn(scaling, theta, raw)
@@ -109,7 +114,7 @@ def _read_yarn(scaling: dict[str, Any], theta: float, raw: dict[str, Any]) -> Ro
     """Reads YaRN's settings (arXiv 2309.00071), with transformers' defaults."""
     if not theta > 1:
         raise CheckpointError(f"config.json: rope_theta {theta}: rope scaling 'yarn' needs one above 1")
-    original = scaling.get("original_max_position_embeddings") or raw["max_position_embeddings"]
+    original = scaling.get(ORIGINAL) or raw["max_position_embeddings"]
     factor = scaling.get("factor") or raw["max_position_embeddings"] / original
     attention = scaling.get("attention_factor")
     if attention is None:

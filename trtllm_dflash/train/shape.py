@@ -10,12 +10,12 @@ from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.dflash2 import PUBLISHED_KINDS
 from trtllm_dflash.models.drafter import DrafterConfig
-from trtllm_dflash.models.rope import rope_scaling
+from trtllm_dflash.models.rope import ORIGINAL, rope_scaling
 from trtllm_dflash.text.tokenizer import TextCodec
 from trtllm_dflash.train.settings import DEFAULT_BLOCK, DEFAULT_LAYERS, TrainSettings
 
 #: Where a configuration keeps its rotary embedding.
-_ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", ORIGINAL)
 
 #: The architecture of each head in z-lab's format.
 _ARCHITECTURES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
