@@ -1,6 +1,7 @@
 """The code of a drafter's model card, with its import changed."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -117,6 +118,19 @@ def test_the_target_may_be_a_model_of_transformers(in_its_type):
     assert isinstance(left["target"], transformers.PreTrainedModel)
     assert left["generate_ids"].tolist() == in_its_type[0]
     left["model"].close()
+
+
+@pytest.mark.parametrize(
+    ("config", "precision"),
+    [
+        ({"text_config": {"dtype": "bfloat16"}}, "bf16"),
+        ({"torch_dtype": "float16", "dtype": None, "text_config": {"dtype": "bfloat16"}}, "fp16"),
+        ({"dtype": "bfloat16", "text_config": {"quantization_config": {"format": "pack-quantized"}}}, None),
+    ],
+)
+def test_a_model_of_more_than_text_may_say_its_type_within(config, precision, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").precision == precision
 
 
 def test_what_a_chat_template_returns_is_a_prompt(drafter, target, tiny):

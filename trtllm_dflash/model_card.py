@@ -78,9 +78,11 @@ class Checkpoint:
             return _PRECISIONS[self.dtype]
         folder = resolve(self.name_or_path)
         config = read_json(folder / CONFIG_FILE)
-        if config.get("quantization_config") is not None or (folder / MODELOPT_FILE).is_file():
+        text = config.get("text_config")  # of a model of more than text, which may say it there alone
+        settings = (config, text) if isinstance(text, dict) else (config,)
+        if _first(settings, "quantization_config") is not None or (folder / MODELOPT_FILE).is_file():
             return None
-        return _PRECISIONS.get(str(config.get("dtype", config.get("torch_dtype"))))
+        return _PRECISIONS.get(str(_first(settings, "dtype", "torch_dtype")))
 
     def eval(self) -> Self:
         """Returns itself: nothing is trained here."""
@@ -215,6 +217,11 @@ def _as_checkpoint(target: object) -> Checkpoint:
         raise RequestError(reason, "target")
     quantized = getattr(target.config, "quantization_config", None) is not None
     return Checkpoint(name, dtype="auto" if quantized else str(target.dtype), device_map=target.device)
+
+
+def _first(settings: Sequence[Mapping[str, Any]], *keys: str) -> Any:
+    """Finds the first value of any of these keys; None: there is none."""
+    return next((found[key] for found in settings for key in keys if found.get(key) is not None), None)
 
 
 def _dtype_name(dtype: str | torch.dtype) -> str:
