@@ -352,6 +352,22 @@ def test_targets_without_kernels_are_planned_from_their_published_shapes(name):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_checkpoints")
+def test_kimi_k2_5_is_planned_in_the_precisions_that_a_build_of_its_checkpoint_has():
+    arguments = ("build", "--plan", "--model", "kimi-k2.5", "--gpu", "b300", "--tp", 8)
+    assert "--precision fp8: the target's checkpoint is int4" in refusal(*arguments, "--precision", "fp8")
+    own, auto, wide = (
+        BuildPlan.model_validate_json(succeeds(*arguments, *asked, "--json"))
+        for asked in ((), ("--precision", "auto"), ("--precision", "bf16"))
+    )
+    for plan in own, auto:
+        assert (plan.precision, plan.linear_precision, plan.expert_precision) == ("bf16", None, "int4")
+        assert any(note.endswith("the rest BF16.") for note in plan.assumptions)
+    assert wide.expert_precision == "bf16"
+    assert wide.memory.experts == pytest.approx(own.memory.experts * 16 / 4.5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("no_checkpoints")
 def test_minimax_m2_is_planned_in_the_fp8_of_its_checkpoint_and_its_drafter_said_to_be_deduced():
     engine = planned_engine(BuildSettings(name="minimax-m2.5", target="org/x", max_batch=4), "b300")
     published = published_target("minimax-m2.5").weight_bytes + published_drafter("minimax-m2.5").weight_bytes

@@ -15,7 +15,7 @@ from trtllm_dflash.cost.prediction import (
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.kernels import HEAD_SIZES, HOPPER
 from trtllm_dflash.models import target_weights, without_kernels
-from trtllm_dflash.models.decoder import MoEConfig
+from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
 from trtllm_dflash.models.drafter import DrafterConfig
 from trtllm_dflash.models.planned import DeltaNet, PlannedConfig, mixers_of
 from trtllm_dflash.models.weights import WeightPrecision
@@ -110,6 +110,13 @@ def _steps(config: EngineConfig, gpu: PublishedGPU) -> list[str]:
     ]
 
 
+def rest_precision(target: DecoderConfig) -> WeightPrecision | None:
+    """The precision of a target's matrices, experts aside; None: the engine's own type."""
+    kind = target.linear_precision
+    held = kind is not None and any(w.precision is kind and w.stack is None for w in target_weights(target))
+    return kind if held else None
+
+
 def _ranks(config: EngineConfig, gpu: PublishedGPU) -> list[str]:
     notes = []
     if config.tp > 4:
@@ -120,7 +127,7 @@ def _ranks(config: EngineConfig, gpu: PublishedGPU) -> list[str]:
 
 
 def _experts(config: EngineConfig, gpu: PublishedGPU, moe: MoEConfig) -> list[str]:
-    precision, rest = config.precision.upper(), config.target.linear_precision
+    precision, rest = config.precision.upper(), rest_precision(config.target)
     stored = str(expert_precision(config)).upper()
     chosen = f"Every choice of {moe.top_k} of {moe.experts} is taken to be equally likely; real routing touches fewer."
     if computes_all_experts(config):

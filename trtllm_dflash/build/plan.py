@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from trtllm_dflash.build.assumptions import assumptions, error_bound, expert_precision
+from trtllm_dflash.build.assumptions import assumptions, error_bound, expert_precision, rest_precision
 from trtllm_dflash.build.caches import page_limits
 from trtllm_dflash.build.defaults import choose_limits, memory_of
 from trtllm_dflash.build.planning import build_precision, open_checkpoints, plan_engine, plan_models
@@ -221,7 +221,7 @@ def make_plan(build: BuildSettings, settings: PlanSettings, batches: tuple[int, 
         gpu=gpu.name,
         limits=_limits(config, gpu),
         precision=config.precision,
-        linear_precision=config.target.linear_precision,
+        linear_precision=rest_precision(config.target),
         expert_precision=expert_precision(config),
         tp=config.tp,
         expert_parallel=moe is not None and moe.expert_parallel,

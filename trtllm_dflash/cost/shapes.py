@@ -9,11 +9,10 @@ from trtllm_dflash.checkpoint.ranks import check_tp
 from trtllm_dflash.cost.published import PUBLISHED, Shape, published_shape
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import SettingsError
-from trtllm_dflash.models import FAMILIES, read_planned_config, read_target_config, target_weights
+from trtllm_dflash.models import FAMILIES, read_target_config, target_weights
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.dflash2 import PUBLISHED_KINDS
 from trtllm_dflash.models.drafter import DrafterConfig
-from trtllm_dflash.models.planned import PlannedConfig
 from trtllm_dflash.models.weights import Weight, WeightPrecision, rounded_to_fp8
 from trtllm_dflash.ops.formats import FP8_MULTIPLE
 
@@ -135,15 +134,13 @@ def _matrices(target: DecoderConfig) -> list[Weight]:
 
 @lru_cache  # likewise
 def planned_models(name: str) -> tuple[DecoderConfig, DrafterConfig]:
-    """Makes the configurations of a published pair, to plan for it: of families that we compute, and of others.
+    """Makes the configurations of a published pair, to plan for it.
 
     Raises:
         SettingsError: the pair's shape is not known.
     """
     shape = published_shape(name)
-    target = read_planned_config(shape.target)
-    if not isinstance(target, PlannedConfig):
-        target = _as_stored(shape.target, target)
+    target = _as_stored(shape.target, read_target_config(shape.target))
     return target, drafter_of(shape, target)
 
 
