@@ -154,6 +154,8 @@ def test_what_these_folders_cannot_hold_is_refused(tmp_path):
         )
     caches = build_tiny(tmp_path / "fp8-caches", kv="fp8")
     assert "its caches are FP8" in refusal("export", "--engine", caches, "--output", tmp_path / "x")
+    windows = build_tiny(tmp_path / "windows", draft_window=64)
+    assert "windows of --draft-window" in refusal("export", "--engine", windows, "--output", tmp_path / "x")
     old = build_tiny(tmp_path / "old")
     config = json.loads((old / "config.json").read_text())
     del config["files"]["target_config.json"]

@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from trtllm_dflash.checkpoint.drafter_config import read_drafter_config
 from trtllm_dflash.checkpoint.folder import INDEX_FILE, SINGLE_FILE, read_json
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.checkpoint.speculators import speculators_config
@@ -81,12 +82,20 @@ def _check(engine: Path, config: EngineConfig) -> None:
     if config.drafter is not None and (config.drafter.from_anchor or not _is_whole(config.drafter)):
         raise EngineError(f"{engine}: a DSpark drafter is not written back; use its checkpoint itself")
     check_shared_files(engine, config)
+    if config.drafter is not None and config.drafter.windows != _own_windows(engine, config):
+        raise EngineError(f"{engine}: its drafter has windows of --draft-window, not written back; build it without")
     for weight in pair_weights(config.target, config.drafter):
         if weight.precision is not WeightPrecision.ENGINE:
             raise EngineError(
                 f"{engine}: {weight.name} is stored as {weight.precision.name}, which is not written back; "
                 "use the checkpoint itself, or export an engine that was built without"
             )
+
+
+def _own_windows(engine: Path, config: EngineConfig) -> tuple[int | None, ...] | None:
+    """Reads the windows that the drafter's checkpoint has."""
+    raw = read_json(engine / DRAFTER_CONFIG_FILE)
+    return read_drafter_config({key: raw[key] for key in raw if raw[key] is not None}, config.target.layers).windows
 
 
 def _is_whole(drafter: DrafterConfig) -> bool:
