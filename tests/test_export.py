@@ -118,6 +118,7 @@ def test_no_code_is_named_in_what_is_written(tmp_path):
 
 def test_the_command_says_how_to_serve_it_and_replaces_only_exports(tmp_path, tiny_engine):
     output = tmp_path / "export"
+    output.mkdir()  # an empty folder is nothing that would be replaced
     said = succeeds("export", "--engine", tiny_engine, "--output", output)
     assert f"launch --runtime vllm --target {output}/target --drafter {output}/drafter" in said
     assert "exists; --force replaces it" in refusal("export", "--engine", tiny_engine, "--output", output)

@@ -29,6 +29,7 @@ from trtllm_dflash.engine.directory import (
     check_file,
     check_shared_files,
     read_config,
+    stands,
     weights_file,
     written_aside,
 )
@@ -57,7 +58,7 @@ def export(engine: Path, output: Path, force: bool = False, progress: Progress =
     """
     config = read_config(engine)
     _check(engine, config)
-    if output.exists() and not (force and _is_export(output)):
+    if stands(output) and not (force and _is_export(output)):
         what = (
             "exists; --force replaces it" if _is_export(output) else "exists and is not an export; remove it yourself"
         )
