@@ -397,6 +397,7 @@ def test_inspect_says_how_large_a_slots_state_is(engine):
     # 3 nets: 4 heads of 16 x 16; 8 pending rows of 4 x 16, 2 x 16 and 4 numbers; 11 rows of 128 channels.
     size = 4 * 3 * (4 * 16 * 16 + 8 * (64 + 32 + 4) + 11 * 128)
     assert f"states (3 slots' and 4 kept of {size / 1e6:.2f} MB) {7 * size / 1e6:.1f} MB" in said
+    assert "and 14 K/V caches and 15 tensors of states, updated in place" in said  # 1 + 6 layers attend
     assert json.loads(succeeds("inspect", engine, "--json"))["memory_per_gpu"]["states"] == 7 * size
     with LLM.load(engine, "cpu") as llm:
         session = llm.session

@@ -13,6 +13,7 @@ import click
 def inspect(engine: Path, caches: bool, as_json: bool) -> None:
     """Say what an engine directory holds, and the memory it needs."""
     from trtllm_dflash.build.inspection import inspect_engine
+    from trtllm_dflash.cost.memory import cache_shapes
     from trtllm_dflash.engine.directory import PLUGIN_FILE
 
     found = inspect_engine(engine)
@@ -58,4 +59,7 @@ def inspect(engine: Path, caches: bool, as_json: bool) -> None:
                 shape = "[" + ", ".join("?" if size == -1 else str(size) for size in binding.shape) + "]"
                 click.echo(f"{side:<18} {name} {shape} {str(binding.dtype).removeprefix('torch.')}")
     if hidden:
-        click.echo(f"{'':<18} and {len(hidden) // 2} K/V caches, updated in place (--caches lists them)")
+        kept = sum(name in cache_shapes(config) for name in found.io.inputs)
+        others = len(hidden) // 2 - kept
+        nets = f" and {others} tensors of states" if others else ""
+        click.echo(f"{'':<18} and {kept} K/V caches{nets}, updated in place (--caches lists them)")
