@@ -120,6 +120,11 @@ def test_a_text_model_that_is_no_object_holds_no_settings(tmp_path):
     assert plan_engine(pair, settings).config.stop_token_ids == (3,)
 
 
+def test_architectures_that_are_no_list_name_no_drafter(tmp_path):
+    make_target(tmp_path)
+    assert open_pair(edit_config(tmp_path, lambda config: config.update(architectures=5))).drafter is None
+
+
 def test_two_rope_settings_that_differ_are_refused(tmp_path):
     """transformers takes the one and forgets the other's theta; text would be another's in silence."""
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}

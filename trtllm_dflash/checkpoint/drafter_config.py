@@ -88,7 +88,8 @@ def _is_zlab(raw: dict[str, Any]) -> bool:
 
 
 def _architectures(raw: dict[str, Any]) -> Any:
-    return raw.get("architectures") or []
+    named = raw.get("architectures")
+    return named if isinstance(named, list) else []
 
 
 def default_tap_layers(target_layers: int, layers: int) -> list[int]:
