@@ -90,10 +90,10 @@ types: setup
 
 # The CUDA kernels: nvcc 12.9 or later. The TensorRT plugin too: TENSORRT_INCLUDE=DIR, where NvInfer.h lies.
 kernels:
-	cmake -S plugins -B plugins/build && cmake --build plugins/build --parallel
+	cmake -S plugins -B plugins/build && cmake --build plugins/build --parallel $$(nproc)
 
 plugin:
-	cmake -S plugins -B plugins/build -DTENSORRT_INCLUDE=$(TENSORRT_INCLUDE) && cmake --build plugins/build --parallel
+	cmake -S plugins -B plugins/build -DTENSORRT_INCLUDE=$(TENSORRT_INCLUDE) && cmake --build plugins/build --parallel $$(nproc)
 
 # dist/trtllm_dflash-*.whl, with the CUDA kernels where nvcc is, or where they are built already.
 wheel: setup

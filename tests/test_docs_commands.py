@@ -99,6 +99,13 @@ def test_make_has_the_targets_that_the_pages_name() -> None:
     assert not [(page, target) for page, target in named if target not in targets]
 
 
+def test_kernels_are_compiled_by_as_many_processes_as_there_are_cores() -> None:
+    files = ["Makefile", "docker/Dockerfile", "plugins/CMakeLists.txt"]
+    builds = [line for file in files for line in (ROOT / file).read_text().splitlines() if "cmake --build" in line]
+    assert len(builds) == 4
+    assert not [build for build in builds if not re.search(r"--parallel \$+\(nproc\)$", build)]  # make: else no bound
+
+
 def test_scripts_that_the_pages_call_have_their_flags() -> None:
     scripts = [(page, words) for page, words in calls("python") + calls("bash") if words[0] != "-m"]
     assert scripts
