@@ -326,6 +326,8 @@ def test_the_doctor_looks_at_everything_the_package_can_use():
     names += ["OpenAI gateway", "MPI", "ModelOpt", "Hugging Face token"]
     assert [finding["name"] for finding in findings] == names
     assert [finding["name"] for finding in findings if finding["present"]][:2] == ["Python", "torch"]
+    without = {finding["name"]: finding["cost"] for finding in findings}
+    assert without["TensorRT"].startswith("no TensorRT plans")  # torch's engines run on those GPUs
     lines = succeeds("doctor").splitlines()
     for finding in findings:
         mark = "ok" if finding["present"] else "missing"

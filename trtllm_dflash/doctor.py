@@ -111,7 +111,7 @@ def _tensorrt() -> Finding:
         "TensorRT",
         spec is not None and spec.origin is not None,  # any folder named tensorrt has a spec, and no origin
         _version("tensorrt") or "",
-        "no engines for data-center GPUs (SM90, SM100, SM103)",
+        "no TensorRT plans for data-center GPUs (SM90, SM100, SM103)",
         "NVIDIA's TensorRT container or packages, on the machine with the GPU",
     )
 
@@ -121,7 +121,7 @@ def _tensorrt_rtx() -> Finding:
         "TensorRT-RTX",
         importlib.util.find_spec("tensorrt_rtx") is not None,
         _version("tensorrt-rtx") or "",
-        "no TensorRT engines compiled without a GPU (SM75 to SM89, SM120, SM121)",
+        "no TensorRT plans compiled without a GPU (SM75 to SM89, SM120, SM121)",
         pip_install("tensorrt"),
     )
 
