@@ -130,6 +130,17 @@ def test_the_group_lists_its_commands():
     assert {"build", "demo", "doctor", "generate", "models"} <= set(listed)
 
 
+def test_a_command_that_takes_several_words_shows_it():
+    several = [
+        (name, argument.metavar)
+        for name, command in main.commands.items()
+        for argument in command.params
+        if isinstance(argument, click.Argument) and argument.nargs == -1
+    ]
+    assert {name for name, _ in several} == {"launch", "report"}
+    assert not [(name, shown) for name, shown in several if not shown or "..." not in shown]
+
+
 def test_an_unknown_command_or_flag_is_a_usage_error():
     assert run("biuld").exit_code == 2
     assert "--tpp" in run("build", "--tpp", 2).stderr

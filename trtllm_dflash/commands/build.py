@@ -40,7 +40,10 @@ _PLUGIN = Path(__file__).parents[2] / "plugins" / "build" / "libdflash_plugin.so
 )
 @click.option("--draft-vocab", type=int, help="Draft among the N most frequent tokens only; the text stays the same.")
 @click.option("--draft-window", type=int, help="The drafter sees the last N tokens only; the text stays the same.")
-@click.option("--draft-text", help="Text in which --draft-vocab counts tokens: a text file or .jsonl.")
+@click.option(
+    "--draft-text",
+    help="Text in which --draft-vocab counts tokens: a text file or .jsonl.  [default for tiny: its prompts]",
+)
 @click.option("--drafter-precision", help="auto, fp8 or nvfp4: of the drafter's matrices; the text stays the same.")
 @click.option(
     "--kv",

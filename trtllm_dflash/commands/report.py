@@ -11,7 +11,7 @@ from trtllm_dflash.output import writing
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUNS")
+@click.argument("runs", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="RUNS...")
 @click.option("--at", metavar="X,X,...", help="Read throughput, and the ratio of two, at these tokens/s/user.")
 @click.option(
     "--plan", type=click.Path(path_type=Path), help="What `build --plan` predicted (JSON), drawn over one sweep."
