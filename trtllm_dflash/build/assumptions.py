@@ -97,11 +97,11 @@ def _steps(config: EngineConfig, gpu: PublishedGPU) -> list[str]:
     return [
         f"Rates: {gpu.copy_share:.0%} of the published bandwidth and {gpu.gemm_share:.0%} of the published dense "
         f"operations, as a large copy and a large BF16 product were measured to get on an {gpu.measured_on}.",
-        "Steps: predicts measured ones, plain and drafted, at batch 1, 8 and 32, on H200s: of Qwen3-8B's, Qwen3.5-27B's"
-        f" and Gemma 4 31B's shapes within {ERROR_BOUND:.0%} (Qwen3-8B's of more than 16 rows also on 2 and 4; on a "
-        f"faster one within {FASTEST_GPU_ERROR_BOUND:.0%}), of gpt-oss, Qwen3-Coder-30B-A3B, Qwen3.5-35B-A3B, "
-        f"Qwen3-Coder-Next in FP8 and Gemma 4 26B-A4B within {MIXTURE_ERROR_BOUND:.0%} (Gemma 4's at batch 16, "
-        "not 32).",
+        "Steps: those measured on H200s, plain and drafted, at batch 1, 8 and 32, are predicted: of Qwen3-8B's, "
+        f"Qwen3.5-27B's and Gemma 4 31B's shapes within {ERROR_BOUND:.0%} (Qwen3-8B's of more than 16 rows also on 2 "
+        f"and 4; on a faster one within {FASTEST_GPU_ERROR_BOUND:.0%}), of gpt-oss, Qwen3-Coder-30B-A3B, "
+        f"Qwen3.5-35B-A3B, Qwen3-Coder-Next in FP8 and Gemma 4 26B-A4B within {MIXTURE_ERROR_BOUND:.0%} (Gemma 4's at "
+        "batch 16, not 32).",
         "Steps: on an H100 likewise, of Qwen3-8B's and, at batch 8 and 32, Qwen3-4B's shape within "
         f"{ERROR_BOUND:.0%}, of layers of MiniMax-M2.5 and, drafted, Qwen3-Coder-30B-A3B within "
         f"{MIXTURE_ERROR_BOUND:.0%}; of gpt-oss and hybrids there none by today's kernels. Left out are steps by older "
