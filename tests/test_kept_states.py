@@ -101,3 +101,24 @@ def test_a_state_whose_place_another_has_now_is_not_forgotten_for_it():
     slots.begin_changes()
     slots.leave(second)
     assert admit(slots, range(2000, 2150)).rows == 100
+
+
+def test_copies_that_a_failed_step_may_have_made_are_not_made_again():
+    """The second of two copies has written over what the first one copies."""
+    slots = Slots(2, Paging(pages=9, rows=64, width=3), MARGIN, Checkpoints(2, 4, 4))
+    kept = admit(slots, range(1000, 1100))
+    read_prompt(slots, kept)
+    slots.begin_changes()
+    slots.leave(kept)
+    ended = admit(slots, range(2000, 2100))
+    read_prompt(slots, ended)
+    slots.leave(ended)  # the next step would copy its state
+    waiting = admit(slots, range(1000, 1150))  # and then another one to the same slot
+    assert waiting.slot == ended.slot
+    (copied, _), (_, overwritten) = slots.state_copies
+    assert copied == overwritten == ended.slot
+    assert slots.drop_copies() == [waiting]
+    assert slots.state_copies == []
+    slots.leave(waiting)
+    assert admit(slots, range(2000, 2150)).rows == 0, "its state may be another's"
+    assert admit(slots, range(1000, 1150)).rows == 100

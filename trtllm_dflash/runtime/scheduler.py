@@ -251,6 +251,8 @@ class Scheduler:
         except Exception as error:
             for stay in [*batch.stays, *reading]:
                 self._fail(stay, error)
+            for stay in self._slots.drop_copies():
+                self._preempt(stay)
             return False
         return True
 

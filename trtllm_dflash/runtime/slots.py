@@ -255,6 +255,19 @@ class Slots:
                 self.state_copies = [copy for copy in self.state_copies if copy[1] != state.place]
         stay.states.clear()
 
+    def drop_copies(self) -> list[Stay]:
+        """Forgets the copies of states that a failed step may have made: made again, some would be of others' states.
+
+        Returns:
+            Those whose slots would have got a state.
+        """
+        copies, self.state_copies = self.state_copies, []
+        for _, target in copies:
+            state = None if self._checkpoints is None else self._checkpoints.at(target)
+            if state is not None and self._checkpoints is not None:
+                self._checkpoints.drop(state)
+        return [stay for stay in self if any(stay.slot == target for _, target in copies)]
+
     def _forget_copies(self, slot: int) -> None:
         """Forgets the states that a slot would have left to others, also those of sequences that had it before."""
         if self._checkpoints is None:
