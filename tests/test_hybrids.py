@@ -35,6 +35,7 @@ from trtllm_dflash.ops.experts import Experts
 from trtllm_dflash.ops.fp8 import FP8
 from trtllm_dflash.quantize.target import _load
 from trtllm_dflash.runtime.checkpoints import Checkpoints
+from trtllm_dflash.runtime.prefill_budget import FixedPrefillBudget
 from trtllm_dflash.runtime.scheduler import Scheduler
 from trtllm_dflash.session.calls import Piece, Step
 from trtllm_dflash.session.choice import find_kernels
@@ -358,6 +359,53 @@ def test_a_state_behind_a_step_that_failed_is_no_prompts_beginning(hybrid, tmp_p
     assert "lost" in str(replies[0].error)
     assert [sequence.token_ids for sequence in replies[1:]] == [expected, expected]
     assert replies[2].reused > 0
+
+
+def test_a_step_that_fails_leaves_no_copy_of_a_state_to_the_next(hybrid, tmp_path):
+    """It may have made them: by the next, another sequence's state may lie where they would copy from."""
+    target = hybrid("qwen3_5_text", vocab=16)
+    pair = {"name": "hybrid", "target": str(target), "drafter": str(make_drafter(tmp_path / "drafter", target))}
+    limits = {"max_batch": 3, "max_seq_len": 320, "page_size": 64, "kv_memory": 0.004}
+    build(BuildSettings(**pair, precision="fp32", **limits), tmp_path / "engine")
+    llm = LLM.load(tmp_path / "engine", "cpu")
+    params = SamplingParams(max_tokens=60, ignore_eos=True)
+    known, other = ([(token + more) % 16 for token in IDS[:90]] for more in (0, 5))
+    expected = llm.generate([known], params)[0].token_ids
+    scheduler, run, copied = Scheduler(llm.session, budget=FixedPrefillBudget(1)), llm.session.run, []
+    failed = []
+
+    def run_with_a_fault(step):
+        outcome = run(step)
+        copied.extend(copy for copy in step.state_copies if waiting and copy[1] < 3)
+        if copied and not failed:
+            failed.append(step)
+            raise RuntimeError("after the copies")
+        return outcome
+
+    def submit(prompt):
+        sequence = llm.intake.sequence(prompt, params)
+        scheduler.submit(sequence)
+        return sequence
+
+    waiting = []
+    llm.session.run = run_with_a_fault
+    first = submit(known)
+    while scheduler.busy:
+        scheduler.step()
+    running = submit(other)
+    while not running.token_ids:
+        scheduler.step()
+    # A step takes a token of the next prompt, and none of the one behind it, which goes on from the state that is kept.
+    read, unread = submit([(token + 9) % 16 for token in IDS[:90]]), submit(known)
+    waiting.append(unread)
+    while not failed:
+        assert scheduler.busy
+        scheduler.step()
+    assert running.error is not None and read.error is not None and unread.error is None
+    assert scheduler._slots.state_copies == []
+    while scheduler.busy:
+        scheduler.step()
+    assert first.token_ids == unread.token_ids == expected
 
 
 @pytest.mark.principal("pages")
