@@ -456,6 +456,28 @@ def test_a_stream_has_ended_with_its_completion(small, monkeypatch):
     assert list(stream) == []
 
 
+def test_each_reply_comes_once_it_and_those_before_it_are_complete(small, monkeypatch):
+    lengths = (3, 40, 2, 5)
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
+    prompts = [[5 + i, 9] for i in range(len(lengths))]
+    expected = [completion.token_ids for completion in small.generate(prompts, params)]
+    steps, run = [], small.session.run
+    monkeypatch.setattr(small.session, "run", lambda step: steps.append(step) or run(step))
+    seen = []
+    for completion in small.generate_each(prompts, params):
+        seen.append((completion.token_ids, len(steps)))
+    assert [token_ids for token_ids, _ in seen] == expected
+    counts = [count for _, count in seen]
+    assert counts[0] < counts[1] and counts[2] == counts[1], "the third was complete before the second"
+    with pytest.raises(RequestError, match="not a token id"):
+        small.generate_each([[5], [1 << 30]])
+    left = small.generate_each(prompts, params)
+    next(left)
+    small.generate(prompts[:1], params[:1])
+    with pytest.raises(RequestError, match="another request began"):
+        next(left)
+
+
 def test_a_stream_that_another_request_overtakes_says_so(small):
     """They share the engine's slots: going on would give a wrong text without a word."""
     overtaken = small.stream([1, 2, 3], SHORT)

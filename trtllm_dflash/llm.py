@@ -21,6 +21,7 @@ from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.directory import check_file, check_shared_files, load_weights, plan_file, read_config
 from trtllm_dflash.errors import EngineError, RequestError, SettingsError
 from trtllm_dflash.ops.communicator import Communicator, Solo
+from trtllm_dflash.runtime import request
 from trtllm_dflash.runtime.intake import Intake, Prompt
 from trtllm_dflash.runtime.request import Completion, SamplingParams, TokenLogprobs
 from trtllm_dflash.runtime.scheduler import Scheduler
@@ -222,8 +223,48 @@ class LLM:
 
         Raises:
             RequestError: a prompt cannot be served; nothing was generated.
-            DFlashError: a reply failed, and with it the call: replies that were complete are lost.
+            DFlashError: a reply failed, and with it the call: replies that were complete are lost. `generate_each` has
+                given those before it.
         """
+        sequences = self._sequences(prompts, params, draft)
+        with self._alone():
+            scheduler = Scheduler(self.session, draft)
+            self._turn = object()
+            for sequence in sequences:
+                scheduler.submit(sequence)
+            for sequence in sequences:
+                while not sequence.done:  # what was launched ahead of its end nobody waits for
+                    scheduler.step()
+        return [sequence.completion() for sequence in sequences]
+
+    def generate_each(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        draft: bool = True,
+    ) -> Iterator[Completion]:
+        """Generates as `generate` does, and gives each reply once it and those of the prompts before it are complete.
+
+        A later request takes the engine's slots, as from a stream.
+
+        Raises:
+            RequestError: a prompt cannot be served; nothing was generated.
+        """
+        sequences = self._sequences(prompts, params, draft)
+        return self._in_order(sequences, self._begun(sequences, draft))
+
+    def _in_order(self, sequences: list[request.Sequence], begun: tuple[Scheduler, object]) -> Iterator[Completion]:
+        for sequence in sequences:
+            while not sequence.done:
+                self._step(begun)
+            yield sequence.completion()
+
+    def _sequences(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        draft: bool,
+    ) -> list[request.Sequence]:
         if isinstance(prompts, str):
             raise RequestError("give a list of prompts, not one text")
         if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
@@ -236,16 +277,23 @@ class LLM:
         if len(params) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts, but {len(params)} sampling parameters")
         pairs = zip(prompts, params, strict=True)
-        sequences = [self.intake.sequence(prompt, its_params, draft) for prompt, its_params in pairs]
+        return [self.intake.sequence(prompt, its_params, draft) for prompt, its_params in pairs]
+
+    def _begun(self, sequences: list[request.Sequence], draft: bool) -> tuple[Scheduler, object]:
+        """Begins requests that go on step by step, until a later one takes the slots."""
         with self._alone():
             scheduler = Scheduler(self.session, draft)
-            self._turn = object()
             for sequence in sequences:
                 scheduler.submit(sequence)
-            for sequence in sequences:
-                while not sequence.done:  # what was launched ahead of its end nobody waits for
-                    scheduler.step()
-        return [sequence.completion() for sequence in sequences]
+            turn = self._turn = object()
+        return scheduler, turn
+
+    def _step(self, begun: tuple[Scheduler, object]) -> None:
+        scheduler, turn = begun
+        with self._alone():
+            if self._turn is not turn:
+                raise RequestError("another request began on this LLM before this one ended; generate them together")
+            scheduler.step()
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -269,17 +317,9 @@ class LLM:
         A later request takes the engine's slots: going on with this stream then raises a RequestError.
         """
         sequence = self.intake.sequence(prompt, _sampling(params), draft)
-        with self._alone():
-            scheduler = Scheduler(self.session, draft)
-            scheduler.submit(sequence)
-            turn = self._turn = object()
+        begun = self._begun([sequence], draft)
         while not sequence.done:  # what was launched ahead of its end nobody waits for
-            with self._alone():
-                if self._turn is not turn:
-                    raise RequestError(
-                        "another request began on this LLM before this stream ended; generate them together"
-                    )
-                scheduler.step()
+            self._step(begun)
             update = sequence.take_update()
             if update is not None:
                 if update.error is not None:

@@ -96,7 +96,7 @@ def generate(
         if prompt is not None and not as_json:
             _stream(llm, asked[0], params, not no_draft)
             return
-        for text, completion in zip(texts, llm.generate(asked, params, not no_draft), strict=True):
+        for text, completion in zip(texts, llm.generate_each(asked, params, not no_draft), strict=True):
             if as_json:
                 click.echo(json.dumps(completion.as_json()))
             else:
