@@ -29,6 +29,11 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
+# A job that a shell has put into its background ignores Ctrl-C, and what it starts does too: tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 #: Files that take longest for the number of their tests: they go first, so that no process is left with one in the end.
 LONGEST = (
     *("test_plugins.py", "test_server.py", "test_row_exactness.py", "test_demo.py", "test_train_run.py"),

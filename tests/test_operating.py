@@ -23,6 +23,8 @@ def test_a_node_is_planned_at_speeds_that_plain_decoding_reaches_and_at_one_that
     text = succeeds(*command, "--plot", plot)
     assert "cannot reach it" in text and "published at 500 to 600 tokens/s/user: over 15x plain, 1.5x EAGLE-3" in text
     assert plot.read_bytes()[:4] == b"\x89PNG"
+    without = succeeds(*PLAN, "--at", "400", "--max-batch", 80)
+    assert ["EAGLE-3" in each.split("fastest")[0] for each in (text, without)] == [True, False]
     plan = planned(command=command)
     slow, fast = plan.points
     assert [point.tokens_per_second_per_user for point in plan.points] == [400, 640]

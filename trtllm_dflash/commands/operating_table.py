@@ -61,22 +61,28 @@ def _head(plan: OperatingPlan, gpu: str | None = None) -> str:
 def _table(plan: OperatingPlan) -> Table:
     table = Table("tokens/s\nfor each user")
     table.add_column("")
-    for column in ("tokens/s\nof all GPUs", "over\nplain", "over\nEAGLE-3", "engines", "slots\nof each", "drafts"):
-        table.add_column(column, justify="right")
-    for column in ("tokens\na step", "step\nms"):
+    others = _others(plan)
+    ratios = [f"over\n{other}" for other in others]
+    columns = ["tokens/s\nof all GPUs", *ratios, "engines", "slots\nof each", "drafts", "tokens\na step", "step\nms"]
+    for column in columns:
         table.add_column(column, justify="right")
     for point in plan.points:
         for i, method in enumerate(point.best):
             speed = f"{point.tokens_per_second_per_user:,.0f}" if i == 0 else ""
-            table.add_row(speed, method, *_cells(point, method), end_section=i == len(point.best) - 1)
+            table.add_row(speed, method, *_cells(point, method, others), end_section=i == len(point.best) - 1)
     return table
 
 
-def _cells(point: AtSpeed, method: Method) -> list[str]:
+def _others(plan: OperatingPlan) -> list[Method]:
+    """Lists the methods that others are compared with."""
+    return ["plain"] if plan.eagle3_drafts is None else ["plain", "EAGLE-3"]
+
+
+def _cells(point: AtSpeed, method: Method, others: list[Method]) -> list[str]:
     best = point.best[method]
     if best is None:
         return ["cannot reach it"]
-    ratios = ["" if method == other else _over(point, method, other) for other in ("plain", "EAGLE-3")]
+    ratios = ["" if method == other else _over(point, method, other) for other in others]
     engines = f"{best.replicas} x TP {best.tp}"
     drafts = str(best.drafts) if best.drafts else ""
     numbers = [engines, f"{best.batch:,}", drafts, f"{best.tokens_per_step:.2f}", f"{best.seconds * 1e3:.2f}"]
