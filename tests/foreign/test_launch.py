@@ -27,7 +27,7 @@ from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.foreign import calls, tensorrt_llm, vllm
 from trtllm_dflash.foreign.plan import EAGLE3, LaunchSettings
 from trtllm_dflash.foreign.registry import RUNTIMES, launch_of, plan_for
-from trtllm_dflash.foreign.shapes import counted_bytes, published_drafter, published_target, shape_of
+from trtllm_dflash.foreign.shapes import published_drafter, published_target, shape_of
 from trtllm_dflash.text.reply.formats import ChatFormat
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -200,7 +200,6 @@ def test_kimi_k2_5_keeps_one_latent_row_on_every_rank_and_its_experts_in_4_bits(
     assert target.cache_bytes(1, tp=1) == target.cache_bytes(1, tp=8) == 61 * (512 + 64) * 2
     moe_layers = 60 * 384 * 3 * 2048 * 7168
     assert target.weight_bytes == 554 * 2**30  # as its card says
-    assert counted_bytes(PUBLISHED["kimi-k2.5"].target) == pytest.approx(target.weight_bytes, rel=0.002)
     assert moe_layers * 4.5 / 8 == pytest.approx(531.6 * 2**30, rel=0.001)
 
 

@@ -17,7 +17,7 @@ from trtllm_dflash.kernels import HEAD_SIZES, HOPPER
 from trtllm_dflash.models import target_weights, without_kernels
 from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
 from trtllm_dflash.models.drafter import DrafterConfig
-from trtllm_dflash.models.planned import DeltaNet, PlannedConfig, mixers_of
+from trtllm_dflash.models.mixers import DeltaNet, mixers_of
 from trtllm_dflash.models.weights import WeightPrecision
 from trtllm_dflash.ops.tensorrt_moe import MOE_LAYER_CAPABILITIES, multiplies_fp4
 
@@ -53,8 +53,6 @@ def assumptions(config: EngineConfig, gpu: PublishedGPU, acceptance: float | Non
 def _unsupported(config: EngineConfig, gpu: PublishedGPU) -> str | None:
     """Says where our kernels do not compute all of a target: anywhere (nothing is said), or on this GPU; else None."""
     target = config.target
-    if isinstance(target, PlannedConfig):
-        return ""
     if config.backend != "torch":
         return None
     if without_kernels(target) is not None:
@@ -137,7 +135,7 @@ def _experts(config: EngineConfig, gpu: PublishedGPU, moe: MoEConfig) -> list[st
         f"rows; the rest {precision if rest is None else rest.value.upper()}.",
         f"Experts: {chosen}",
     ]
-    if config.backend != "torch" or isinstance(config.target, PlannedConfig):
+    if config.backend != "torch":
         return notes
     share = decoded_share(config, gpu)
     if share is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from trtllm_dflash.cost.floor import PartWork, Work
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.errors import SettingsError
-from trtllm_dflash.models.planned import Attends
+from trtllm_dflash.models.mixers import Attends
 from trtllm_dflash.models.weights import units_per_rank
 
 VOCABULARY = 32_000

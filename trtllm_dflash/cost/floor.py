@@ -19,7 +19,7 @@ from trtllm_dflash.models import target_weights
 from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
 from trtllm_dflash.models.dflash2 import is_table
 from trtllm_dflash.models.drafter import HEAD, PREFIX, Drafter, DrafterConfig
-from trtllm_dflash.models.planned import Attends, DeltaNet, mixers_of
+from trtllm_dflash.models.mixers import Attends, DeltaNet, mixers_of
 from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision, units_per_rank
 from trtllm_dflash.step import Drafting
 

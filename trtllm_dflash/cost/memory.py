@@ -19,7 +19,7 @@ from trtllm_dflash.kernels.delta_net import scratch_bytes
 from trtllm_dflash.models import build_target, pair_weights, without_kernels
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import PREFIX, DrafterConfig
-from trtllm_dflash.models.planned import Attends, PlannedConfig, mixers_of
+from trtllm_dflash.models.mixers import Attends, mixers_of
 from trtllm_dflash.models.weights import Content, Weight, WeightPrecision, units_per_rank
 from trtllm_dflash.ops.fp8 import multiplies_blocks
 from trtllm_dflash.ops.tensorrt_attention import MOST_FUSED, SINK_SIZE
@@ -324,14 +324,11 @@ def pages_on_gpu(config: EngineConfig, gpu: GPU | None = None) -> Paging:
 
 def _have_kernels(config: EngineConfig, gpu: GPU | None) -> bool:
     """Whether our kernels compute such an engine on a GPU, as `session.choice` finds when it is there."""
-    # A target that is planned for is planned with kernels of ours.
     if without_kernels(config.target) is not None:
         return False
-    computed = None if isinstance(config.target, PlannedConfig) else config.target
-    heads = {size for model in (computed, config.drafter) if model is not None for size in model.head_sizes}
+    heads = {size for model in (config.target, config.drafter) if model is not None for size in model.head_sizes}
     own = OLDEST_GPU if gpu is None else divmod(gpu.capability, 10)
-    rotated = () if computed is None else config.rotated
-    reason = why_unsupported(config.dtype, heads, own, config.kv, rotated)
+    reason = why_unsupported(config.dtype, heads, own, config.kv, config.rotated)
     is_small = config.block_size <= MAX_ROWS and config.max_batch <= MOST_SEGMENTS
     return config.backend == "torch" and reason is None and is_small
 

@@ -34,7 +34,6 @@ from trtllm_dflash.kernels import (
 )
 from trtllm_dflash.models import target_weights
 from trtllm_dflash.models.decoder import DecoderConfig
-from trtllm_dflash.models.planned import PlannedConfig
 from trtllm_dflash.models.weights import WeightPrecision, units_per_rank
 from trtllm_dflash.step import Drafting
 
@@ -274,8 +273,6 @@ def stored_experts(target: DecoderConfig) -> str | None:
     """Names the format that a target's experts are stored in; None: the engine's own type, or there are none."""
     if target.moe is not None and target.moe.mxfp4:
         return "mxfp4"
-    if isinstance(target, PlannedConfig) and any(matrix.packed for matrix in target.matrices):
-        return "int4"
     for weight in target_weights(target):
         if is_expert(weight) and weight.precision is not WeightPrecision.ENGINE:
             return str(weight.precision.value)

@@ -8,7 +8,7 @@ import torch
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.models import build_target
 from trtllm_dflash.models.hybrid import HybridDecoder
-from trtllm_dflash.models.planned import DeltaNet, PlannedConfig
+from trtllm_dflash.models.mixers import DeltaNet
 from trtllm_dflash.models.weights import units_per_rank
 from trtllm_dflash.ops.delta_states import part_shapes
 from trtllm_dflash.ops.tensorrt_delta_net import plan_part_shapes
@@ -19,8 +19,6 @@ def state_tensors(config: EngineConfig) -> Mapping[str, tuple[tuple[int, ...], t
 
     A TensorRT plan without our plugin has the same numbers in fewer tensors.
     """
-    if isinstance(config.target, PlannedConfig):
-        return {}
     target = build_target(config.target)
     if not isinstance(target, HybridDecoder):
         return {}

@@ -17,7 +17,7 @@ from trtllm_dflash.checkpoint.hub import PACKAGE, resolve
 from trtllm_dflash.checkpoint.validation import reading_config
 from trtllm_dflash.cost.published import PUBLISHED
 from trtllm_dflash.errors import CheckpointError
-from trtllm_dflash.models import read_planned_config, target_weights
+from trtllm_dflash.models import read_target_config, target_weights
 from trtllm_dflash.models.hybrid import layer_types
 from trtllm_dflash.models.weights import Content
 
@@ -194,8 +194,8 @@ def _state_bytes(text: Mapping[str, Any]) -> int:
 
 
 def counted_bytes(raw: Mapping[str, Any]) -> int:
-    """Bytes of a target's checkpoint, as its weights are stored: 16 bits, or what is packed."""
-    weights = target_weights(read_planned_config(dict(raw)))
+    """Counts the bytes of a target's checkpoint in 16 bits, but for what its family always packs."""
+    weights = target_weights(read_target_config(dict(raw)))
     parts = {part.key: part for weight in weights for part in weight.parts}
     return sum(prod(part.shape) * (_BF16 if part.content is Content.NUMBERS else 1) for part in parts.values())
 

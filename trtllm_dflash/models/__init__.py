@@ -11,7 +11,6 @@ from trtllm_dflash.models.gpt_oss import GptOss
 from trtllm_dflash.models.kimi_k25 import KimiK25
 from trtllm_dflash.models.llama import Llama
 from trtllm_dflash.models.minimax_m2 import MiniMaxM2
-from trtllm_dflash.models.planned import PLANNED, Planned, PlannedConfig
 from trtllm_dflash.models.qwen3 import Qwen3
 from trtllm_dflash.models.qwen3_5 import Qwen35
 from trtllm_dflash.models.qwen3_5_moe import Qwen35Moe
@@ -69,35 +68,25 @@ def read_target_config(raw: dict[str, Any]) -> DecoderConfig:
     return FAMILIES[kind].read_config(raw)
 
 
-def read_planned_config(raw: dict[str, Any]) -> DecoderConfig:
-    """Reads a target's configuration from its config.json, to plan for it: of families that we compute, and of others.
-
-    Raises:
-        CheckpointError: as `read_target_config`.
-    """
-    kind = raw.get("model_type")
-    return PLANNED[kind](raw) if kind in PLANNED else read_target_config(raw)
-
-
 def build_target(config: DecoderConfig) -> Decoder:
     """Makes the decoder of a configuration."""
     return FAMILIES[config.family](config)
 
 
 def without_kernels(config: DecoderConfig) -> str | None:
-    """Names what our CUDA kernels lack of a target so far; None: they compute all of it, or are planned to."""
-    return None if isinstance(config, PlannedConfig) else build_target(config).without_kernels
+    """Names what our CUDA kernels lack of a target so far; None: they compute all of it."""
+    return build_target(config).without_kernels
 
 
 def target_weights(target: DecoderConfig) -> list[Weight]:
-    """Lists the weights of a target, one that is planned for too."""
+    """Lists the weights of a target."""
     return list(_target_weights(target))
 
 
 # A plan asks for them eight times, and those of a mixture of experts have 70,000 parts.
 @lru_cache(maxsize=1)
 def _target_weights(target: DecoderConfig) -> tuple[Weight, ...]:
-    return tuple(Planned(target).weights() if isinstance(target, PlannedConfig) else build_target(target).weights())
+    return tuple(build_target(target).weights())
 
 
 def pair_weights(target: DecoderConfig, drafter: DrafterConfig | None) -> list[Weight]:
