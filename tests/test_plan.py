@@ -441,6 +441,15 @@ def test_caches_are_counted_as_the_session_on_that_gpu_keeps_them(name, monkeypa
         assert pages_on_gpu(engine, gpu) == plan_pages(engine, paged=found is not None), gpu.name
 
 
+@pytest.mark.parametrize(
+    ("limits", "what"), [((1741, 16), None), ((1742, 16), "1,742 slots"), ((2, 40), "blocks of 40")]
+)
+def test_a_plan_says_where_slots_or_blocks_are_more_than_our_kernels_take(limits, what):
+    engine = config("qwen3-8b", max_batch=limits[0]).model_copy(update={"block_size": limits[1]})
+    (said,) = [note for note in assumptions(engine, GPUS["b300"], None) if note.startswith("Target: ")] or [None]
+    assert said is None if what is None else f"in part with {what}" in said
+
+
 def test_gemma_4_is_refused_where_its_whole_caches_do_not_fit():
     engine = config("gemma-4-31b", max_batch=16, max_seq_len=32768)
     kept = cache_bytes(engine, plan_pages(engine))

@@ -13,7 +13,7 @@ from trtllm_dflash.cost.prediction import (
     stored_experts,
 )
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.kernels import HEAD_SIZES, HOPPER
+from trtllm_dflash.kernels import HEAD_SIZES, HOPPER, MAX_ROWS, MOST_SEGMENTS
 from trtllm_dflash.models import target_weights, without_kernels
 from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig
 from trtllm_dflash.models.drafter import DrafterConfig
@@ -51,12 +51,16 @@ def assumptions(config: EngineConfig, gpu: PublishedGPU, acceptance: float | Non
 
 
 def _unsupported(config: EngineConfig, gpu: PublishedGPU) -> str | None:
-    """Says where our kernels do not compute all of a target: anywhere (nothing is said), or on this GPU; else None."""
+    """Says where our kernels do not compute all of a target: anywhere (nothing is said), or where; else None."""
     target = config.target
     if config.backend != "torch":
         return None
     if without_kernels(target) is not None:
         return ""
+    if config.block_size > MAX_ROWS:
+        return f" with blocks of {config.block_size} rows"
+    if config.max_batch > MOST_SEGMENTS:
+        return f" with {config.max_batch:,} slots"
     is_wide = not set(target.head_sizes) <= set(HEAD_SIZES)
     return f" on {gpu.name}" if is_wide and divmod(gpu.capability, 10) != HOPPER else None
 
