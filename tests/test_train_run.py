@@ -122,15 +122,6 @@ def train_from_nothing(
     train(TrainSettings.model_validate(settings), output, until, progress)
 
 
-@pytest.fixture
-def hears_ctrl_c():
-    """Ctrl-C as at a terminal, also where the tests run in a script's background, which ignores it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("hears_ctrl_c")
 def test_a_training_that_was_killed_and_interrupted_is_equal_to_one_that_was_not(trained, data, tmp_path):
     replies, _ = trained
     train_from_nothing(replies, data, tmp_path / "whole")
@@ -214,7 +205,6 @@ def load_place(folder: Path) -> str:
         return str(opened.metadata()["place"])
 
 
-@pytest.mark.usefixtures("hears_ctrl_c")
 @pytest.mark.parametrize(
     ("words", "says"),
     [
