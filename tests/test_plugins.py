@@ -73,6 +73,7 @@ def test_the_kernels_compile_without_a_warning_and_load_without_a_gpu(built, loa
 
 
 @needs_compiler
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which would read what there is not")
 def test_as_many_segments_as_we_say_are_laid_out(built, load):
     """What is refused without a GPU is not the number."""
     functions = load(built / "libdflash_kernels.so").functions
