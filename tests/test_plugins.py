@@ -27,7 +27,7 @@ from trtllm_dflash.ops import cuda_products, tensorrt_ops, tensorrt_plugin
 from trtllm_dflash.ops.base import AttentionLayer, Residual
 from trtllm_dflash.ops.cuda_ops import CudaOps
 from trtllm_dflash.ops.exact_ops import ExactOps
-from trtllm_dflash.ops.fp8 import Fp8Weight, quantize_blocks, quantize_rows
+from trtllm_dflash.ops.fp8 import Fp8Weight, product_of_rounded, quantize_blocks, quantize_rows
 from trtllm_dflash.ops.linear_weight import Nvfp4Weight, stored_tensors
 from trtllm_dflash.ops.tensorrt_delta_plugin import DELTA_PLUGIN
 from trtllm_dflash.ops.torch_ops import TorchOps
@@ -311,6 +311,19 @@ def test_cuda_ops_need_the_library(load, tmp_path):
         rowless_ops({})
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_bias_is_added_to_a_product_of_rounded_rows(dtype, has_bias):
+    generator = torch.Generator().manual_seed(0)
+    rows, values = (torch.randn(count, 64, generator=generator).to(torch.float8_e4m3fn) for count in (7, 48))
+    by_row, by_output = (torch.rand(count, generator=generator) + 0.5 for count in (7, 48))
+    bias = 10 * torch.randn(48, generator=generator).to(dtype) if has_bias else None
+    y = product_of_rounded(rows, by_row[:, None], Fp8Weight(values, by_output), dtype, bias)
+    expected = rows.double() @ values.double().t() * by_row.double()[:, None] * by_output.double()
+    expected = expected if bias is None else expected + bias.double()
+    assert y.dtype == dtype and (y.double() - expected).norm() < 0.004 * expected.norm()
+
+
 @pytest.mark.parametrize(
     ("kind", "rows", "kernel"),
     [
@@ -368,7 +381,7 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
         by = factors if scale.ndim == 1 else factors.t()  # 128 columns: one block of each row
         return product((x.float() * by).bfloat16(), values, scale, bias, swiglu, None, residual, gelu)
 
-    def product_of_rounded(rows, factors, weight, dtype, bias):
+    def of_rounded(rows, factors, weight, dtype, bias):
         by = factors.t() if weight.by_block else factors
         y = (rows.float() * by) @ weight.dequantize().t()
         return (y if bias is None else y + bias).to(dtype)
@@ -401,7 +414,7 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
     monkeypatch.setattr(kernels, "bulk_gemm", bulk_gemm)
     monkeypatch.setattr(kernels, "wide_gemm_fp8", wide_gemm_fp8)
     monkeypatch.setattr(cuda_products, "multiplies", lambda device, weight, dtype: True)
-    monkeypatch.setattr(cuda_products, "product_of_rounded", product_of_rounded)
+    monkeypatch.setattr(cuda_products, "product_of_rounded", of_rounded)
     for quantize in (quantize_rows, quantize_blocks):
         monkeypatch.setattr(kernels, quantize.__name__, rounding(quantize))
     monkeypatch.setattr(products, "is_hopper", lambda device: True)

@@ -249,6 +249,7 @@ class LLM:
 
         Raises:
             RequestError: a prompt cannot be served; nothing was generated.
+            DFlashError: the next reply failed, and with it those behind it.
         """
         sequences = self._sequences(prompts, params, draft)
         return self._in_order(sequences, self._begun(sequences, draft))

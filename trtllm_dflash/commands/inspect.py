@@ -59,7 +59,7 @@ def inspect(engine: Path, caches: bool, as_json: bool) -> None:
                 shape = "[" + ", ".join("?" if size == -1 else str(size) for size in binding.shape) + "]"
                 click.echo(f"{side:<18} {name} {shape} {str(binding.dtype).removeprefix('torch.')}")
     if hidden:
-        kept = sum(name in cache_shapes(config) for name in found.io.inputs)
+        kept = len(cache_shapes(config).keys() & found.io.inputs.keys())
         others = len(hidden) // 2 - kept
         nets = f" and {others} tensors of states" if others else ""
         click.echo(f"{'':<18} and {kept} K/V caches{nets}, updated in place (--caches lists them)")
