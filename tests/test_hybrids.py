@@ -361,8 +361,9 @@ def test_a_state_behind_a_step_that_failed_is_no_prompts_beginning(hybrid, tmp_p
     assert replies[2].reused > 0
 
 
-def test_a_step_that_fails_leaves_no_copy_of_a_state_to_the_next(hybrid, tmp_path):
-    """It may have made them: by the next, another sequence's state may lie where they would copy from."""
+@pytest.mark.parametrize("when", ["launched", "read"])
+def test_a_step_that_fails_leaves_no_copy_of_a_state_to_the_next(when, hybrid, tmp_path):
+    """It may have made them, or not: by the next, another sequence's state may lie where they would copy from."""
     target = hybrid("qwen3_5_text", vocab=16)
     pair = {"name": "hybrid", "target": str(target), "drafter": str(make_drafter(tmp_path / "drafter", target))}
     limits = {"max_batch": 3, "max_seq_len": 320, "page_size": 64, "kv_memory": 0.004}
@@ -379,7 +380,11 @@ def test_a_step_that_fails_leaves_no_copy_of_a_state_to_the_next(hybrid, tmp_pat
         copied.extend(copy for copy in step.state_copies if waiting and copy[1] < 3)
         if copied and not failed:
             failed.append(step)
-            raise RuntimeError("after the copies")
+            for tensor in llm.session.states.tensors.values():
+                tensor[copied[0][1]] += 100.0
+            if when == "launched":
+                raise RuntimeError("after the copies")
+            outcome.packed = Mock(side_effect=RuntimeError("lost"))
         return outcome
 
     def submit(prompt):
@@ -400,6 +405,8 @@ def test_a_step_that_fails_leaves_no_copy_of_a_state_to_the_next(hybrid, tmp_pat
     waiting.append(unread)
     while not failed:
         assert scheduler.busy
+        scheduler.step()
+    while read.error is None:
         scheduler.step()
     assert running.error is not None and read.error is not None and unread.error is None
     assert scheduler._slots.state_copies == []

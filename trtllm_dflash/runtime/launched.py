@@ -24,6 +24,7 @@ class Launched:
     reports: bool  # it has log-probabilities
     errors: dict[Stay, DFlashError] = field(default_factory=dict)  # of replies whose grammars cannot be followed
     is_cut: bool = False  # whether it verified but a part of drafts that slots had shared rows for
+    copies: list[tuple[int, int]] = field(default_factory=list)  # of states, that it makes first
 
     def count_drafts(
         self,

@@ -317,9 +317,8 @@ class Scheduler:
                 for stay in batch.stays:
                     stay.block, stay.tree = drafts.rows, drafts.tree > 0
                 self._batch = None
-        errors = {} if masks is None else masks.errors
-        number, is_cut = self._decoded, drafts.most is not None
-        self._launched.append(Launched(batch, pieces, outcome, drafts.drafting, number, step.reports, errors, is_cut))
+        found = step.reports, {} if masks is None else masks.errors, drafts.most is not None, step.state_copies
+        self._launched.append(Launched(batch, pieces, outcome, drafts.drafting, self._decoded, *found))
         for stay, count in pieces:
             self._slots.pages.copied(stay.lease)
             stay.launched += count
@@ -359,6 +358,8 @@ class Scheduler:
                     self._slots.forget_states(stay)
                 else:
                     self._fail(stay, error)
+            for stay in self._slots.drop_copies([each.copies for each in (launched, *self._launched)]):
+                self._preempt(stay)
             return
         for stay, wrong in launched.errors.items():
             if not stay.over:

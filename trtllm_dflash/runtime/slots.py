@@ -4,6 +4,7 @@ import math
 from bisect import insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from trtllm_dflash.engine.paging import Paging
 from trtllm_dflash.runtime.checkpoints import SPACING, Checkpoint, Checkpoints
@@ -255,18 +256,27 @@ class Slots:
                 self.state_copies = [copy for copy in self.state_copies if copy[1] != state.place]
         stay.states.clear()
 
-    def drop_copies(self) -> list[Stay]:
-        """Forgets the copies of states that a failed step may have made: made again, some would be of others' states.
+    def drop_copies(self, launched: list[list[tuple[int, int]]] | None = None) -> list[Stay]:
+        """Forgets the states that a failed step may have copied, or not; made again, some would be of others' states.
+
+        Args:
+            launched: copies of that step, then of those launched behind it; None: it was not launched, and its copies
+                are those that no step has made.
 
         Returns:
-            Those whose slots would have got a state.
+            Those whose slots may have got such a state.
         """
-        copies, self.state_copies = self.state_copies, []
-        for _, target in copies:
-            state = None if self._checkpoints is None else self._checkpoints.at(target)
+        failed, *behind = launched or [self.state_copies]
+        pending, self.state_copies = self.state_copies if launched else [], []
+        spoilt = {target for _, target in failed}
+        for source, target in chain(*behind, pending):
+            spoilt = spoilt | {target} if source in spoilt else spoilt - {target}
+        self.state_copies = [copy for copy in pending if copy[0] not in spoilt]
+        for place in spoilt:
+            state = None if self._checkpoints is None else self._checkpoints.at(place)
             if state is not None and self._checkpoints is not None:
                 self._checkpoints.drop(state)
-        return [stay for stay in self if any(stay.slot == target for _, target in copies)]
+        return [stay for stay in self if stay.slot in spoilt]
 
     def _forget_copies(self, slot: int) -> None:
         """Forgets the states that a slot would have left to others, also those of sequences that had it before."""
