@@ -308,6 +308,7 @@ def test_the_reader_gets_the_final_channel(case, codec, encoding):
         ('<|channel|>final <|constrain|>json<|message|>{"a": 1}<|return|>', [("content", '{"a": 1}')]),
         ('<|channel|>final<|constrain|>json<|message|>{"a": 1}<|return|>', [("content", '{"a": 1}')]),
         ("<|channel|>final json<|message|>{}<|return|>", [("content", "{}")]),
+        ("<|channel|>commentary <|constrain|>json<|message|>{}<|call|>", [("thinking", "{}")]),  # to nobody
         (
             "<|channel|>commentary to=functions.weather<|channel|>commentary<|message|>{}<|call|>",
             [("call", "weather"), ("arguments", "{}")],

@@ -201,7 +201,7 @@ class HarmonyParser(Parser):
         self._text, self._is_empty = self._new_text(), True
         before, self._kind = self._kind, "thinking"
         # The library takes a type that stands alone for the recipient, and a second channel for a part of its name.
-        recipient = (recipient or "").partition("<|")[0] or None
+        recipient = recipient and recipient.partition("<|")[0]
         name = self._called(recipient)
         if name:
             self._kind = "arguments"
