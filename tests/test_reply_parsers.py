@@ -34,6 +34,7 @@ SCHEMAS = {
             "level": {"$ref": "#/$defs/level"},
             "perhaps": {"anyOf": [{"$ref": "#/$defs/level"}, {"type": "null"}]},
             "like": {"$ref": "#/properties/count"},
+            "several": {"anyOf": [{"type": "string"}, {"$ref": "#/properties/count"}]},
             "lost": {"$ref": "#/$defs/lost"},
         },
         "$defs": {"level": {"type": "string", "enum": ["1", "true", "high"]}},
@@ -447,6 +448,10 @@ def texts_in(parser):
         ("perhaps", "true", "true"),
         ("perhaps", "null", None),
         ("like", "5", 5),
+        ("several", "words", "words"),
+        ("several", '"5"', "5"),  # as a call that is held to the schema has it
+        ("several", "5", 5),
+        ("several", "true", "true"),
         ("lost", "5", 5),
         ("unheard_of", "5", "5"),
         ("items", "[" * 100_000, "[" * 100_000),

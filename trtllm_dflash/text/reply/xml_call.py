@@ -42,7 +42,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "array": (list,),
     "null": (type(None),),
 }
-_REFERRED = "referred"  # a text that a reference leads to: calls that are held to their schema write it as JSON
+_AS_JSON = "text as JSON"  # of a schema with a reference: calls that are held to it write even texts so
 _PYTHONS = {"True": "true", "False": "false", "None": "null"}  # how templates have written JSON's words
 
 
@@ -262,16 +262,20 @@ def types_of(schema: object, root: object = None) -> frozenset[str]:
         return frozenset(name for name in named if isinstance(name, str))
     if "$ref" in schema:
         found = referred(schema["$ref"], root)
-        types = types_of(found) if isinstance(found, Mapping) else frozenset[str]()
-        return types - {"string"} | {_REFERRED} if "string" in types else types
+        return _as_json(types_of(found)) if isinstance(found, Mapping) else frozenset()
     for key in ("anyOf", "oneOf"):
         if isinstance(schema.get(key), list):
             each = [types_of(one, root) for one in schema[key]]
-            return frozenset().union(*each) if all(each) else frozenset()
+            types: frozenset[str] = frozenset().union(*each) if all(each) else frozenset()
+            return types if all(map(types_of, schema[key])) else _as_json(types)
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(values, list) and all(isinstance(value, str) for value in values):
         return frozenset({"string"})
     return frozenset()
+
+
+def _as_json(types: frozenset[str]) -> frozenset[str]:
+    return frozenset(_AS_JSON if name == "string" else name for name in types)
 
 
 def value_of(text: str, types: frozenset[str]) -> str:
