@@ -735,11 +735,16 @@ def test_a_template_shows_its_format(template, expected):
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
 def test_a_value_whose_end_was_left_out_ends_where_something_else_begins(size):
-    """As Qwen3.5 leaves it out in long conversations: another call, or a parameter of the function's own."""
+    """As Qwen3.5 leaves it out in long conversations: another call, or a parameter that has no value yet."""
     head, end = "<tool_call>\n<function=write>\n<parameter=", "\n</function>\n</tool_call>"
     for body, asked in (
         ("count>\n1\n<parameter=text>\na\n</parameter>", [("write", {"count": 1, "text": "a"})]),
         ("text>\na\n<parameter=other>\n\n</parameter>", [("write", {"text": "a\n<parameter=other>\n"})]),
+        ("text>\na\n<parameter=text>\n\n</parameter>", [("write", {"text": "a\n<parameter=text>\n"})]),
+        (
+            "count>\n1\n<parameter=text>\na\n<parameter=count>\n2\n</parameter>",
+            [("write", {"count": 1, "text": "a\n<parameter=count>\n2"})],
+        ),
         (f"text>\na{end}\n<tool_call>\n<function=now>", [("write", {"text": "a"}), ("now", {})]),
         ("text>\na\n</function>\n<function=now>", [("write", {"text": "a"}), ("now", {})]),
     ):

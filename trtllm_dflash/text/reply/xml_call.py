@@ -137,6 +137,8 @@ class XmlCallParser(MarkupParser):
         properties, more = schema.get("properties", {}), schema.get("additionalProperties")
         self._types = types_of(properties.get(key, more), schema) if isinstance(properties, Mapping) else frozenset()
         self._value = []
+        # No call gives one twice: this value, or one behind it, has text that looks like it.
+        self._beginnings = tuple(each for each in self._beginnings if each != self._beginning_of(key))
         self._emit("arguments", f"{self._separator}{_json(key)}: ")
         self._separator = ", "
         self._state = self._value_begun
@@ -183,9 +185,12 @@ class XmlCallParser(MarkupParser):
         if not tags.edge:
             return ()
         names = properties if isinstance(properties, Mapping) else ()
-        parameters = [f"{tags.edge}{tags.parameter}{name}{tags.name_end}{tags.edge}" for name in names]
         calls = f"{self._end_of_call}\n{tags.opening}", f"{tags.edge}{tags.function_end}\n{tags.function}"
-        return (*calls, *parameters)
+        return (*calls, *map(self._beginning_of, names))
+
+    def _beginning_of(self, parameter: str) -> str:
+        tags = self._tags
+        return f"{tags.edge}{tags.parameter}{parameter}{tags.name_end}{tags.edge}"
 
     def _ends_value(self, value: str, behind: str) -> bool | None:
         """Whether a tag between these two ends the value, as texts may have one in them; None: more must tell."""
