@@ -1,5 +1,6 @@
 """Parsers of replies: calls as each format's chat template writes them, in pieces cut anywhere."""
 
+import cProfile
 import gc
 import json
 from itertools import pairwise
@@ -751,6 +752,18 @@ def test_a_value_whose_end_was_left_out_ends_where_something_else_begins(size):
         text = head + body + end
         parts = parsed("qwen3-coder", [text[at : at + size] for at in range(0, len(text), size)])
         assert calls_of(parts) == asked and not text_of(parts)
+
+
+@pytest.mark.parametrize("text", ["<think>", "<tool_call>\n<function=f0>\n<parameter=p0>\n"])
+def test_plain_text_takes_no_more_work_where_there_are_many_functions_and_parameters(text):
+    def calls(count):
+        schemas = {f"f{i}": {"properties": {}} for i in range(count)}
+        schemas["f0"] = {"properties": {f"p{i}": {"type": "string"} for i in range(count)}}
+        profile = cProfile.Profile()
+        profile.runcall(parsed, "qwen3-coder", [text, *[" it"] * 1000], schemas)
+        return sum(entry.callcount for entry in profile.getstats())
+
+    assert calls(200) < 2 * calls(2)
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])

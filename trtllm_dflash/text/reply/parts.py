@@ -86,7 +86,7 @@ class TextParser(Parser):
         Returns whether that was any text.
         """
         text = self._buffer
-        end = len(text) - max(held(text, marker) for marker in markers)
+        end = len(text) - max((held(text, marker) for marker in markers), default=0)
         end = len(without_newlines(text[:end]))
         self._emit(kind, text[:end])
         self._buffer = text[end:]

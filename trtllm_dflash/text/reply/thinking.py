@@ -51,9 +51,10 @@ class ThinkingParser(TextParser):
         return self._skip_newlines(self._thinking)
 
     def _thinking(self) -> bool:
-        found = [at for marker in self._ends if (at := self._buffer.find(marker)) >= 0]
+        ends = self._ends if "<" in self._buffer else ()  # as each begins: of many functions each may have one
+        found = [at for marker in ends if (at := self._buffer.find(marker)) >= 0]
         if not found:
-            self._emit_before("thinking", *self._ends)
+            self._emit_before("thinking", *ends)
             return False
         at = min(found)
         self._emit("thinking", without_newlines(self._buffer[:at]))

@@ -156,7 +156,8 @@ class XmlCallParser(MarkupParser):
     def _in_value(self) -> bool:
         ending = self._tags.parameter_end
         at = self._buffer.find(ending)
-        follows = min((found for each in self._beginnings if (found := self._buffer.find(each)) >= 0), default=-1)
+        beginnings = self._beginnings if f"{self._tags.edge}<" in self._buffer else ()  # as each begins
+        follows = min((found for each in beginnings if (found := self._buffer.find(each)) >= 0), default=-1)
         if follows >= 0 and not 0 <= at < follows:
             self._close_value(self._buffer[:follows])
             self._buffer = self._buffer[follows:]
@@ -229,7 +230,8 @@ class XmlCallParser(MarkupParser):
         text, end = self._buffer.rstrip(), self._tags.parameter_end
         if text.endswith(self._end_of_call):
             return len(text) - len(self._end_of_call)
-        ends = end, self._tags.edge + end, self._end_of_call, *self._beginnings
+        beginnings = self._beginnings if self._tags.edge in self._buffer else ()
+        ends = end, self._tags.edge + end, self._end_of_call, *beginnings
         return len(self._buffer) - max(held(self._buffer, each) for each in ends)
 
     def _ended(self) -> bool:
