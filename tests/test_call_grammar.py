@@ -275,6 +275,22 @@ def test_texts_are_held_to_one_of_several_however_that_is_said(chat_format, sche
         assert not vocabulary(chat_format).allows(source, written(chat_format, "f", {"u": "z"}))
 
 
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("chat_format", ["qwen3-coder", "minimax-m2"])
+def test_texts_and_thinking_that_are_held_may_have_tags_in_them(chat_format, size, vocabulary):
+    """Of other parameters and of other calls: a model that edits such files writes them."""
+    schema = {"properties": {"a": {"type": "string"}, "n": {"type": "integer"}}, "required": ["a", "n"]}
+    call = written(chat_format, "f", {"a": "x", "n": 1})
+    tags = [call.replace("</parameter>\n", ""), call.replace("</parameter>\n", "</parameter>"), 2 * f"\n{call[-30:]}"]
+    source = call_grammar(chat_format, [Callee("f", schema, strict=True)], must=True, thinking=True)
+    for tag in tags:
+        asked = [("f", {"a": f"a{tag}b", "n": 5})]
+        text = f"I write {call}.\n</think>\n\n{together(chat_format, asked)}"
+        assert vocabulary(chat_format).allows(source, text)
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        assert calls_of(parsed(chat_format, pieces, {"f": schema}, thinking=True, held=True, must=True)) == asked
+
+
 def test_what_is_not_strict_is_held_as_far_as_can_be(vocabulary):
     schema = {"properties": {"a": {"type": "string", "pattern": "b"}, "n": {"not": {"const": 1}, "type": "integer"}}}
     schema["properties"]["c"] = {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^(?!x)a"}]}

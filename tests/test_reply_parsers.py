@@ -44,9 +44,9 @@ SCHEMAS = {
 }
 
 
-def parsed(chat_format, pieces, schemas=SCHEMAS, thinking=False, beside_form=()):
+def parsed(chat_format, pieces, schemas=SCHEMAS, thinking=False, beside_form=(), **how):
     """The parts, those of one kind in a row joined."""
-    parser = reply_parser(chat_format, schemas, thinking, beside_form)
+    parser = reply_parser(chat_format, schemas, thinking, beside_form, **how)
     parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
     joined: list[Part] = []
     for part in parts:

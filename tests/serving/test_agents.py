@@ -374,6 +374,16 @@ def test_llamas_calls_and_forms_are_told_apart_by_how_they_begin(prepared, words
         assert (content, found) == (("", ['{"x": 4}'] * 2) if count else (text, []))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_text_may_have_the_next_parameters_tag_in_it_where_calls_are_strict(prepared, strict):
+    """Of others a model leaves the end of a value out at times, and the tag is taken for the next parameter's."""
+    schema = {"type": "object", "properties": {"a": TEXT, "b": TEXT}, "required": ["a"], "additionalProperties": False}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": strict}}]
+    text = written("qwen3-coder", "f", {"a": "x\n<parameter=b>\ny"})
+    _, (found,) = read_message(spoken(prepared("qwen3-coder").chat(tools=tools), text)["choices"][0]["message"])
+    assert json.loads(found) == ({"a": "x\n<parameter=b>\ny"} if strict else {"a": "x", "b": "y"})
+
+
 def read_message(message):
     return message["content"] or "", [call["function"]["arguments"] for call in message.get("tool_calls", [])]
 

@@ -225,17 +225,19 @@ class TextCodec:
         prompt_ids: Sequence[int],
         schemas: Mapping[str, Mapping[str, Any]] | None,
         beside_form: Sequence[str] = (),
+        held: bool = False,
+        must: bool = False,
     ) -> Parser:
         """Starts taking a reply apart.
 
         Args:
             prompt_ids: which may have ended inside the reply's thinking.
             schemas: of the parameters of each function that may be called, by its name; None: no calls are looked for.
-            beside_form: see `reply_parser`.
+            beside_form, held, must: see `reply_parser`.
         """
         if self._harmony is not None:
             return self._harmony.parser(schemas)
-        return reply_parser(self.chat_format, schemas, self.begins_with_thinking(prompt_ids), beside_form)
+        return reply_parser(self.chat_format, schemas, self.begins_with_thinking(prompt_ids), beside_form, held, must)
 
     def begins_with_thinking(self, prompt_ids: Sequence[int]) -> bool:
         """Whether the reply to that prompt begins inside its thinking."""

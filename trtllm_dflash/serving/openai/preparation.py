@@ -307,7 +307,8 @@ class Preparation:
 
     def _parser(self, asked: ChatRequest | ResponsesRequest, ids: list[int], offer: Offer) -> Parser:
         beside_form = () if asked.structured is None or offer.must else offer.names
-        return self._codec.parser(ids, offer.schemas, beside_form)
+        held = offer.held or asked.structured is not None
+        return self._codec.parser(ids, offer.schemas, beside_form, held, offer.must)
 
     def _chat_choice(self, request: TokenRequest, parser: Parser, offer: Offer, index: int = 0) -> Choice:
         """Makes a choice. Where its reply is parsed, stop strings are looked for here, in its content alone."""

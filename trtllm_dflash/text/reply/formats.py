@@ -84,6 +84,8 @@ def reply_parser(
     schemas: Mapping[str, Mapping[str, Any]] | None,
     thinking: bool = False,
     beside_form: Sequence[str] = (),
+    held: bool = False,
+    must: bool = False,
 ) -> TextParser:
     """Makes a parser of one reply's text.
 
@@ -91,6 +93,8 @@ def reply_parser(
         schemas: of the parameters of each function that may be called, by its name; None: no calls are looked for.
         thinking: the prompt ended inside the thinking.
         beside_form: functions that may be called where a reply has a form unless it is calls, which are held to theirs.
+        held: calls are held to the form that templates write: their values may have others' tags in them.
+        must: the reply is held to be calls and nothing else, behind thinking that its own marker ends.
     """
     if chat_format == "gemma4":
         return gemma4.Gemma4Parser(calls=schemas is not None)
@@ -101,10 +105,10 @@ def reply_parser(
     elif schemas is not None and chat_format == "qwen3":
         calls = Qwen3Parser()
     elif schemas is not None and chat_format == "qwen3-coder":
-        calls, ends = XmlCallParser(qwen3_coder.TAGS, schemas), qwen3_coder.beginnings(schemas)
+        calls, ends = XmlCallParser(qwen3_coder.TAGS, schemas, held), qwen3_coder.beginnings(schemas)
     elif schemas is not None and chat_format == "minimax-m2":
-        calls, ends = XmlCallParser(minimax_m2.TAGS, schemas), (minimax_m2.TAGS.opening,)
+        calls, ends = XmlCallParser(minimax_m2.TAGS, schemas, held), (minimax_m2.TAGS.opening,)
     elif schemas is not None and chat_format == "kimi-k2":
         calls, ends = kimi_k2.KimiK2Parser(), (kimi_k2.SECTION,)
     thinks = thinking or chat_format in ("qwen3", "qwen3-coder", "minimax-m2", "kimi-k2")
-    return ThinkingParser(calls, thinking, ends) if thinks else calls
+    return ThinkingParser(calls, thinking, () if must else ends) if thinks else calls

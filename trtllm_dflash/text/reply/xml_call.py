@@ -51,14 +51,17 @@ class XmlCallParser(MarkupParser):
 
     Args:
         schemas: of each function's parameters, by its name.
+        held: behind an opening tag a call is held to be written as templates write it, with all of its tags.
     """
 
-    def __init__(self, tags: Tags, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, tags: Tags, schemas: Mapping[str, Mapping[str, Any]], held: bool = False) -> None:
         super().__init__()
         self._tags = tags
         self._end_of_call = f"{tags.edge}{tags.function_end}\n{tags.closing}"  # behind the last value's own tag
         self._behind_values = (tags.parameter, tags.function_end, tags.closing, tags.function)
         self._schemas = schemas
+        self._held = held
+        self._is_held = False  # the call that is being read
         self._function = ""
         self._beginnings: tuple[str, ...] = ()  # of what follows a value whose own tag is left out
         self._types: frozenset[str] = frozenset()  # of the value that is being read
@@ -80,6 +83,7 @@ class XmlCallParser(MarkupParser):
             return False
         at, tag = found
         self._open(at)
+        self._is_held = self._held and tag == self._tags.opening
         if tag == self._tags.opening:
             self._read(len(self._tags.opening))
         self._state = self._opened
@@ -102,7 +106,7 @@ class XmlCallParser(MarkupParser):
         if not end:
             return False
         self._function, self._buffer, self._markup = name, rest, ""
-        self._beginnings = self._beginnings_behind(name)
+        self._beginnings = () if self._is_held else self._beginnings_behind(name)
         self._emit("call", name)
         self._separator = "{"
         self._state = self._between
@@ -197,6 +201,8 @@ class XmlCallParser(MarkupParser):
         """Whether a tag between these two ends the value, as texts may have one in them; None: more must tell."""
         if value.endswith(self._tags.edge) and behind.startswith("\n"):
             return True
+        if self._is_held:
+            return False if behind else None
         text = behind.lstrip()
         if len(behind) - len(text) > MOST_BLANKS:
             return False
