@@ -68,7 +68,7 @@ class LLM:
         self.codec = codec
         lacks = "" if session.limits.shapes else "TensorRT plans do not yet do this"
         self.intake = Intake(session.config, codec, lacks=lacks)
-        self._turn = object()  # whose steps the session's slots hold
+        self._turn: Scheduler | None = None  # whose requests have the session's slots; None: nobody's, or a service's
         self._slots_in_use = threading.Lock()
         self._service: Service | None = None  # the last one, which has the slots until it is closed
 
@@ -202,7 +202,7 @@ class LLM:
             RequestError: another service has it, or another thread generates.
         """
         with self._alone():
-            self._turn = object()
+            self._turn = None
             self._service = Service(self.session, self.intake, settings, self.folder, after_step)
             return self._service
 
@@ -228,10 +228,7 @@ class LLM:
         """
         sequences = self._sequences(prompts, params, draft)
         with self._alone():
-            scheduler = Scheduler(self.session, draft)
-            self._turn = object()
-            for sequence in sequences:
-                scheduler.submit(sequence)
+            scheduler = self._begin(sequences, draft)
             for sequence in sequences:
                 while not sequence.done:  # what was launched ahead of its end nobody waits for
                     scheduler.step()
@@ -252,12 +249,14 @@ class LLM:
             DFlashError: the next reply failed, and with it those behind it.
         """
         sequences = self._sequences(prompts, params, draft)
-        return self._in_order(sequences, self._begun(sequences, draft))
+        with self._alone():
+            scheduler = self._begin(sequences, draft)
+        return self._in_order(sequences, scheduler)
 
-    def _in_order(self, sequences: list[request.Sequence], begun: tuple[Scheduler, object]) -> Iterator[Completion]:
+    def _in_order(self, sequences: list[request.Sequence], scheduler: Scheduler) -> Iterator[Completion]:
         for sequence in sequences:
             while not sequence.done:
-                self._step(begun)
+                self._step(scheduler)
             yield sequence.completion()
 
     def _sequences(
@@ -280,19 +279,17 @@ class LLM:
         pairs = zip(prompts, params, strict=True)
         return [self.intake.sequence(prompt, its_params, draft) for prompt, its_params in pairs]
 
-    def _begun(self, sequences: list[request.Sequence], draft: bool) -> tuple[Scheduler, object]:
-        """Begins requests that go on step by step, until a later one takes the slots."""
-        with self._alone():
-            scheduler = Scheduler(self.session, draft)
-            for sequence in sequences:
-                scheduler.submit(sequence)
-            turn = self._turn = object()
-        return scheduler, turn
+    def _begin(self, sequences: list[request.Sequence], draft: bool) -> Scheduler:
+        """Begins requests, which take the slots from any before them."""
+        scheduler = self._turn = Scheduler(self.session, draft)
+        for sequence in sequences:
+            scheduler.submit(sequence)
+        return scheduler
 
-    def _step(self, begun: tuple[Scheduler, object]) -> None:
-        scheduler, turn = begun
+    def _step(self, scheduler: Scheduler) -> None:
+        """Goes on with requests, until later ones take the slots."""
         with self._alone():
-            if self._turn is not turn:
+            if self._turn is not scheduler:
                 raise RequestError("another request began on this LLM before this one ended; generate them together")
             scheduler.step()
 
@@ -318,9 +315,10 @@ class LLM:
         A later request takes the engine's slots: going on with this stream then raises a RequestError.
         """
         sequence = self.intake.sequence(prompt, _sampling(params), draft)
-        begun = self._begun([sequence], draft)
+        with self._alone():
+            scheduler = self._begin([sequence], draft)
         while not sequence.done:  # what was launched ahead of its end nobody waits for
-            self._step(begun)
+            self._step(scheduler)
             update = sequence.take_update()
             if update is not None:
                 if update.error is not None:

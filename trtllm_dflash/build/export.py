@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from trtllm_dflash.checkpoint.drafter_config import read_drafter_config
-from trtllm_dflash.checkpoint.folder import INDEX_FILE, SINGLE_FILE, read_json
+from trtllm_dflash.checkpoint.folder import INDEX_FILE, SINGLE_FILE, read_json, read_settings
 from trtllm_dflash.checkpoint.pair import Pair, open_pair
 from trtllm_dflash.checkpoint.speculators import speculators_config
 from trtllm_dflash.engine.config import EngineConfig, Progress
@@ -95,8 +95,7 @@ def _check(engine: Path, config: EngineConfig) -> None:
 
 def _own_windows(engine: Path, config: EngineConfig) -> tuple[int | None, ...] | None:
     """Reads the windows that the drafter's checkpoint has."""
-    raw = read_json(engine / DRAFTER_CONFIG_FILE)
-    return read_drafter_config({key: raw[key] for key in raw if raw[key] is not None}, config.target.layers).windows
+    return read_drafter_config(read_settings(engine / DRAFTER_CONFIG_FILE), config.target.layers).windows
 
 
 def _is_whole(drafter: DrafterConfig) -> bool:

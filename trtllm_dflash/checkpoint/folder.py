@@ -69,9 +69,7 @@ class CheckpointFolder:
                 reason = "LoRA is not supported; merge it into its model, and pass that"
                 raise CheckpointError(f"{path} is an adapter (adapter_config.json): {reason}")
             raise CheckpointError(f"{path}/config.json is missing; pass the folder that holds the checkpoint")
-        # Hugging Face writes null for "the default": the same as leaving the key out.
-        config = {key: value for key, value in read_json(path / "config.json").items() if value is not None}
-        return cls(path, config, _read_headers(path))
+        return cls(path, read_settings(path / "config.json"), _read_headers(path))
 
     def setting(self, key: str) -> Any:
         """Reads a setting of config.json, which a model of more than text may nest in its `text_config`; None: none."""
@@ -154,6 +152,15 @@ class CheckpointFolder:
 def _opened(file: Path, size: int, modified: int) -> Any:
     """Opens a file once while it is unchanged. The header of a shard of experts lists thousands of tensors."""
     return safe_open(file, framework="pt")
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """Reads what a configuration file says, less its nulls: Hugging Face writes them for "the default".
+
+    Raises:
+        CheckpointError: as `read_json`.
+    """
+    return {key: value for key, value in read_json(file).items() if value is not None}
 
 
 def read_json(file: Path) -> dict[str, Any]:

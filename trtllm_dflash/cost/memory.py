@@ -11,12 +11,13 @@ import torch
 from trtllm_dflash.cost.gpus import GB, GPU, GPUS, PublishedGPU, capability, find_gpu, gigabytes
 from trtllm_dflash.cost.states import states_bytes
 from trtllm_dflash.engine.config import Backend, EngineConfig
+from trtllm_dflash.engine.flat_rows import why_not_flat
 from trtllm_dflash.engine.ladder import PIECES, draft_lengths, shaped_kinds, step_kinds
 from trtllm_dflash.engine.paging import PAGE_ROWS, Paging, linear_paging
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.kernels import MAX_ROWS, MOST_SEGMENTS, OLDEST_GPU, why_unsupported
+from trtllm_dflash.kernels import OLDEST_GPU
 from trtllm_dflash.kernels.delta_net import scratch_bytes
-from trtllm_dflash.models import build_target, pair_weights, without_kernels
+from trtllm_dflash.models import build_target, pair_weights
 from trtllm_dflash.models.decoder import DecoderConfig
 from trtllm_dflash.models.drafter import PREFIX, DrafterConfig
 from trtllm_dflash.models.mixers import Attends, mixers_of
@@ -324,13 +325,8 @@ def pages_on_gpu(config: EngineConfig, gpu: GPU | None = None) -> Paging:
 
 def _have_kernels(config: EngineConfig, gpu: GPU | None) -> bool:
     """Whether our kernels compute such an engine on a GPU, as `session.choice` finds when it is there."""
-    if without_kernels(config.target) is not None:
-        return False
-    heads = {size for model in (config.target, config.drafter) if model is not None for size in model.head_sizes}
     own = OLDEST_GPU if gpu is None else divmod(gpu.capability, 10)
-    reason = why_unsupported(config.dtype, heads, own, config.kv, config.rotated)
-    is_small = config.block_size <= MAX_ROWS and config.max_batch <= MOST_SEGMENTS
-    return config.backend == "torch" and reason is None and is_small
+    return config.backend == "torch" and why_not_flat(config, own) is None
 
 
 def _window_pages(config: EngineConfig, rows: int) -> tuple[int, int]:

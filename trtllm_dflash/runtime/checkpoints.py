@@ -4,7 +4,7 @@ K/V rows can be gone on from at any length; a state stands at one position, or a
 from where both are: rows by the tree of pages, and the state that stands furthest among those kept.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from dataclasses import dataclass
 
 from trtllm_dflash.ops.delta_states import absorbed_rows
@@ -79,10 +79,6 @@ class Checkpoints:
         self._kept.append(Checkpoint(place, tokens, length))
         return self._kept[-1]
 
-    def at(self, place: int) -> Checkpoint | None:
-        """Finds the state that is kept at a place."""
-        return next((kept for kept in self._kept if kept.place == place), None)
-
     def drop(self, state: Checkpoint) -> bool:
         """Forgets a state, if it is kept still; returns whether it was."""
         others = [kept for kept in self._kept if kept is not state]
@@ -91,6 +87,11 @@ class Checkpoints:
             self._kept = others
             self._free.append(state.place)
         return is_kept
+
+    def drop_at(self, places: Container[int]) -> None:
+        """Forgets the states that are kept at these places."""
+        for state in [kept for kept in self._kept if kept.place in places]:
+            self.drop(state)
 
 
 def checkpoints_of(session: Session) -> Checkpoints | None:

@@ -272,20 +272,15 @@ class Slots:
         for source, target in chain(*behind, pending):
             spoilt = spoilt | {target} if source in spoilt else spoilt - {target}
         self.state_copies = [copy for copy in pending if copy[0] not in spoilt]
-        for place in spoilt:
-            state = None if self._checkpoints is None else self._checkpoints.at(place)
-            if state is not None and self._checkpoints is not None:
-                self._checkpoints.drop(state)
+        if self._checkpoints is not None:
+            self._checkpoints.drop_at(spoilt)
         return [stay for stay in self if stay.slot in spoilt]
 
     def _forget_copies(self, slot: int) -> None:
         """Forgets the states that a slot would have left to others, also those of sequences that had it before."""
         if self._checkpoints is None:
             return
-        for source, target in self.state_copies:
-            state = self._checkpoints.at(target) if source == slot else None
-            if state is not None:
-                self._checkpoints.drop(state)
+        self._checkpoints.drop_at({target for source, target in self.state_copies if source == slot})
         self.state_copies = [copy for copy in self.state_copies if slot not in copy]
 
     def _show(self, stay: Stay, places: Iterable[int]) -> None:

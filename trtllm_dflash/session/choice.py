@@ -8,8 +8,8 @@ import torch
 
 from trtllm_dflash import kernels
 from trtllm_dflash.engine.config import EngineConfig
+from trtllm_dflash.engine.flat_rows import why_not_flat
 from trtllm_dflash.errors import EngineError
-from trtllm_dflash.models import without_kernels
 from trtllm_dflash.models.decoder import Decoder
 from trtllm_dflash.models.kimi_k25 import KimiK25
 from trtllm_dflash.models.moe import describe_experts
@@ -127,18 +127,6 @@ def find_kernels(
 
 def _sizes(config: EngineConfig) -> str:
     return ", ".join(map(str, config.head_sizes))
-
-
-def why_not_flat(config: EngineConfig, capability: tuple[int, int]) -> str | None:
-    """Reason why our kernels do not compute flat rows of an engine on a GPU; None: they do, where they are built."""
-    family = without_kernels(config.target)
-    if family is not None:
-        return f"our CUDA kernels have no flat rows of {family}"
-    if config.block_size > kernels.MAX_ROWS:
-        return f"our CUDA kernels have blocks of at most {kernels.MAX_ROWS} rows, not of {config.block_size}"
-    if config.max_batch > kernels.MOST_SEGMENTS:
-        return f"our CUDA kernels have steps of at most {kernels.MOST_SEGMENTS:,} slots, not of {config.max_batch:,}"
-    return kernels.why_unsupported(config.dtype, config.head_sizes, capability, config.kv, config.rotated)
 
 
 def find_parts(config: EngineConfig, asked: Kernels, capability: tuple[int, int]) -> kernels.Library | None:

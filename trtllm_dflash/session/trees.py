@@ -80,7 +80,7 @@ def _are_faster(config: EngineConfig, device: "torch.device", kernels: Kernels) 
     """
     import torch
 
-    from trtllm_dflash.session.choice import why_not_flat
+    from trtllm_dflash.engine.flat_rows import why_not_flat
 
     if device.type != "cuda" or kernels == "torch" or not torch.cuda.is_available():
         return False

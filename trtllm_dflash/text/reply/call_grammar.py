@@ -14,7 +14,7 @@ from trtllm_dflash.text.reply.harmony_form import harmony_head, harmony_start
 from trtllm_dflash.text.reply.held_schema import LONGEST, held, patterns_of
 from trtllm_dflash.text.reply.llama3_form import opening
 from trtllm_dflash.text.reply.parts import LONGEST_MEMBER
-from trtllm_dflash.text.reply.schema_parts import SHARED, standing_alone
+from trtllm_dflash.text.reply.schema_parts import SHARED, listed, standing_alone
 from trtllm_dflash.text.reply.thinking import CLOSING, OPENING
 from trtllm_dflash.text.reply.xml_call import Tags, types_of
 
@@ -223,7 +223,7 @@ def _values(schema: object) -> list[Any]:
     """Lists all values of a schema; nothing where it does not."""
     if not isinstance(schema, Mapping):
         return []
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    values = listed(schema)
     if values is not None:
         return values if isinstance(values, list) else []
     for key in ("anyOf", "oneOf"):

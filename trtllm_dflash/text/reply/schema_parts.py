@@ -18,6 +18,11 @@ def referred(target: Any, root: Any) -> Any:
     return root
 
 
+def listed(schema: Mapping[str, Any]) -> Any:
+    """Finds the values that a schema lists, or its one value; None where it does neither."""
+    return schema.get("enum", [schema["const"]] if "const" in schema else None)
+
+
 def standing_alone(part: Any, root: Mapping[str, Any]) -> Any:
     """Completes a part of a schema by those that the whole shares, and by the whole where a reference leads there.
 

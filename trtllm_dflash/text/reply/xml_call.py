@@ -10,7 +10,7 @@ from typing import Any
 
 from trtllm_dflash.text.reply.json_call import begun_object, refuse_constant
 from trtllm_dflash.text.reply.parts import LONGEST_MEMBER, MOST_BLANKS, MarkupParser
-from trtllm_dflash.text.reply.schema_parts import referred
+from trtllm_dflash.text.reply.schema_parts import listed, referred
 from trtllm_dflash.text.stream import held
 
 
@@ -281,7 +281,7 @@ def types_of(schema: object, root: object = None) -> frozenset[str]:
             each = [types_of(one, root) for one in schema[key]]
             types: frozenset[str] = frozenset().union(*each) if all(each) else frozenset()
             return types if all(map(types_of, schema[key])) else _as_json(types)
-    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    values = listed(schema)
     if isinstance(values, list) and all(isinstance(value, str) for value in values):
         return frozenset({"string"})
     return frozenset()
