@@ -9,6 +9,7 @@ namespace dflash
 {
 
 constexpr int kTile = 64; // keys
+constexpr int kMostWarps = 12; // of a block that attends
 
 // Where the parts of a (slot, head) lie that was divided among ranges, for the kernel that combines them.
 struct __align__(16) Divided
@@ -118,49 +119,59 @@ __device__ __forceinline__ int tiles_of(dflash_attention_params const& p, Segmen
     return (s.length + kTile - 1) / kTile - first_tile_of(p, s);
 }
 
-// Segments by index, by all lanes of a warp: each holds one of the first 32, read once.
+// Segments by index, by all lanes of a warp: each holds one of the first 32 and one of the next, read once.
 struct Segments
 {
+    static constexpr int kHeld = 64;
+
     dflash_attention_params const& p;
     Segment own;
+    Segment further; // by 32
 
     __device__ explicit Segments(dflash_attention_params const& params)
         : p(params)
-        , own(read_own())
+        , own(read(threadIdx.x % 32))
+        , further(read(threadIdx.x % 32 + 32))
     {
     }
 
-    __device__ Segment read_own() const
+    __device__ Segment read(int index) const
     {
-        return static_cast<int>(threadIdx.x % 32) < p.slots ? segment_of(p, threadIdx.x % 32) : Segment{};
+        return index < p.slots ? segment_of(p, index) : Segment{};
     }
 
     // Reads them again; whether any is another one now.
     __device__ bool renew()
     {
         Segment const before = own;
-        own = read_own();
-        bool const is_same = own.slot == before.slot && own.first_row == before.first_row && own.rows == before.rows
-            && own.length == before.length;
-        return __any_sync(0xffffffffu, !is_same);
+        Segment const further_before = further;
+        own = read(threadIdx.x % 32);
+        further = read(threadIdx.x % 32 + 32);
+        return __any_sync(0xffffffffu, !are_same(own, before) || !are_same(further, further_before));
+    }
+
+    static __device__ __forceinline__ bool are_same(Segment const& x, Segment const& y)
+    {
+        return x.slot == y.slot && x.first_row == y.first_row && x.rows == y.rows && x.length == y.length;
     }
 
     // A segment of the lane's own.
     __device__ Segment of_lane(int index) const
     {
-        return index < 32 ? own : segment_of(p, index);
+        return index < 32 ? own : index < kHeld ? further : segment_of(p, index);
     }
 
     // One segment, the same in all lanes.
     __device__ Segment of(int index) const
     {
-        if (index >= 32)
+        if (index >= kHeld)
         {
             return segment_of(p, index);
         }
         constexpr unsigned kAll = 0xffffffffu;
-        return {__shfl_sync(kAll, own.slot, index), __shfl_sync(kAll, own.first_row, index),
-            __shfl_sync(kAll, own.rows, index), __shfl_sync(kAll, own.length, index)};
+        Segment const held = index < 32 ? own : further;
+        return {__shfl_sync(kAll, held.slot, index % 32), __shfl_sync(kAll, held.first_row, index % 32),
+            __shfl_sync(kAll, held.rows, index % 32), __shfl_sync(kAll, held.length, index % 32)};
     }
 };
 
@@ -188,13 +199,21 @@ struct Quotient
     }
 };
 
+// What dividing a (slot, head) costs, in tiles: it is begun and ended twice, and combined. And how much longer than
+// equal ones ranges of whole ones may be, of which some have nothing.
+constexpr int kDividing = 3;
+constexpr int kUneven = 2;
+
 // The cut of tiles into ranges. Where few enough ranges hold each (slot, head) apart from the others, they do, so that
 // no block has to end one (slot, head) before it begins another.
 struct Division
 {
     int each = 0; // tiles of a range
     int units; // of all segments
+    int used; // (slot, head)s with keys
+    int tiles[2] = {}; // of a head of the lane's segment, and of the one 32 further
     bool is_apart = false;
+    bool is_whole = false; // all (slot, head)s are as long, and ranges hold whole ones
 
     // Called by all lanes of a warp. Tiles are counted, and then ranges of some sizes, by one loop: code that runs once
     // takes longer to come than to run.
@@ -205,18 +224,20 @@ struct Division
         for (int size = 1;;)
         {
             Quotient const quotient(size);
-            int used = 0;
+            int slots = 0;
             int shortest = 1 << 30;
             int longest = 0;
             int count = 0;
 #pragma unroll 1
             for (int b = threadIdx.x % 32; b < w.p.slots; b += 32)
             {
-                int const tiles = tiles_of(w.p, segments.of_lane(b));
-                count += quotient.up(tiles);
-                used += tiles > 0 ? 1 : 0;
-                shortest = tiles > 0 ? min(shortest, tiles) : shortest;
-                longest = max(longest, tiles);
+                int const own = tiles_of(w.p, segments.of_lane(b));
+                count += quotient.up(own);
+                slots += own > 0 ? 1 : 0;
+                shortest = own > 0 ? min(shortest, own) : shortest;
+                longest = max(longest, own);
+                tiles[0] = b < 32 ? own : tiles[0];
+                tiles[1] = b >= 32 && b < 64 ? own : tiles[1];
             }
             count = __reduce_add_sync(0xffffffffu, count) * w.p.kv_heads;
             if (each > 0)
@@ -233,7 +254,7 @@ struct Division
             else
             {
                 units = count;
-                used = __reduce_add_sync(0xffffffffu, used) * w.p.kv_heads;
+                used = __reduce_add_sync(0xffffffffu, slots) * w.p.kv_heads;
                 uint32_t const ranges = w.ranges;
                 each = max(static_cast<int>((units + ranges - 1) / ranges), w.least_units);
                 if (used > w.ranges)
@@ -242,10 +263,11 @@ struct Division
                     shortest = __reduce_min_sync(0xffffffffu, shortest);
                     longest = __reduce_max_sync(0xffffffffu, longest);
                     int const whole = static_cast<int>((used + ranges - 1) / ranges) * longest;
-                    each = shortest == longest && whole <= each + max(each / 16, 1) ? whole : each;
+                    is_whole = shortest == longest && whole <= each + max(each / 16, 1);
+                    each = is_whole ? whole : each;
                 }
                 size = each;
-                most = used > w.ranges ? 0 : each + max(each / 4, 1);
+                most = used > w.ranges ? 0 : each + max(each / 4, kDividing);
             }
             if (size > most)
             {
@@ -258,6 +280,96 @@ struct Division
     __device__ __forceinline__ int unit() const
     {
         return is_apart ? each : 1;
+    }
+};
+
+// A whole (slot, head) of those that are dealt to a range.
+struct Dealt
+{
+    Segment segment;
+    int index; // of the segment
+    int head;
+};
+
+// Whole (slot, head)s dealt out, where there are more of them than ranges: the longest first, and back and forth, so
+// that ranges get almost equally many tiles, and leave nothing to combine. By all lanes of a warp.
+struct Deal
+{
+    static constexpr int kMostSlots = Segments::kHeld;
+    static constexpr int kMostRounds = 4;
+
+    int kv_heads;
+    int runs; // (slot, head)s with keys
+    int rounds; // in each of which a range gets one
+    int ranges; // that get any
+    int sorted[2]; // tiles * kMostSlots + index of the lane-th segment by falling tiles, and of the one 32 further
+
+    __device__ __forceinline__ Deal(Work const& w, Division const& division)
+        : kv_heads(w.p.kv_heads)
+        , runs(division.used)
+    {
+        rounds = Quotient(w.ranges).up(runs);
+        ranges = Quotient(rounds).up(runs);
+        int const lane = threadIdx.x % 32;
+        sorted[0] = division.tiles[0] * kMostSlots + lane;
+        sorted[1] = division.tiles[1] * kMostSlots + lane + 32;
+        bool const is_long = w.p.slots > 32;
+        // A bitonic network.
+#pragma unroll 1
+        for (int run = 2; run <= (is_long ? 64 : 32); run *= 2)
+        {
+#pragma unroll 1
+            for (int step = run / 2; step > 0; step /= 2)
+            {
+                if (step == 32)
+                {
+                    int const larger = max(sorted[0], sorted[1]);
+                    sorted[1] = min(sorted[0], sorted[1]);
+                    sorted[0] = larger;
+                    continue;
+                }
+                sorted[0] = sort(sorted[0], lane, step, run);
+                if (is_long)
+                {
+                    sorted[1] = sort(sorted[1], lane + 32, step, run);
+                }
+            }
+        }
+    }
+
+    static __device__ __forceinline__ int sort(int own, int nth, int step, int run)
+    {
+        int const other = __shfl_xor_sync(0xffffffffu, own, step);
+        return !(nth & step) == !(nth & run) ? max(own, other) : min(own, other);
+    }
+
+    // The tiles, segment and head of what a range gets in a round, each lane's own; no tiles where that is nothing.
+    __device__ __forceinline__ int of(int range, int round, int& index, int& head) const
+    {
+        int const place = round % 2 == 0 ? round * ranges + range : (round + 1) * ranges - 1 - range;
+        int const nth = Quotient(kv_heads).down(place);
+        int const first = __shfl_sync(0xffffffffu, sorted[0], nth % 32);
+        int const second = __shfl_sync(0xffffffffu, sorted[1], nth % 32);
+        int const found = nth < 32 ? first : second;
+        index = found % kMostSlots;
+        head = place - nth * kv_heads;
+        return place < runs && round < rounds ? found / kMostSlots : 0;
+    }
+
+    // Whether ranges, of which 32 are looked at, are at most so much longer than equal ones as dividing costs.
+    __device__ __forceinline__ bool is_worth(Division const& division) const
+    {
+        int const lane = threadIdx.x % 32;
+        int most = 0;
+#pragma unroll 1
+        for (int round = 0; round < rounds; ++round)
+        {
+            int index;
+            int head;
+            most += of(lane * ranges / 32, round, index, head);
+        }
+        most = __reduce_max_sync(0xffffffffu, most);
+        return most <= division.each + max(division.each / 16, kUneven);
     }
 };
 
@@ -307,6 +419,7 @@ struct Cursor
     int tile; // from the segment's first that is seen
     int tiles;
     int first_tile;
+    Dealt const* dealt = nullptr; // the next of the range's whole (slot, head)s, where these are dealt out
 
     Cursor() = default;
 
@@ -335,6 +448,13 @@ struct Cursor
     __device__ void next_head(dflash_attention_params const& p)
     {
         tile = 0;
+        if (dealt)
+        {
+            head = dealt->head;
+            enter(p, dealt->index, dealt->segment);
+            ++dealt;
+            return;
+        }
         if (++head < p.kv_heads)
         {
             return;
@@ -391,17 +511,50 @@ struct Span
 
     Span() = default;
 
-    // Called by all lanes of a warp.
-    __device__ __forceinline__ Span(Work const& w, Segments const& segments, int range)
+    // Called by all lanes of a warp. hand: what whole (slot, head)s are dealt to, the warp's own; null: none are.
+    __device__ __forceinline__ Span(Work const& w, Segments const& segments, int range, Dealt* hand = nullptr)
     {
         Division const division(w, segments);
         each = division.each;
+        if (hand && division.used > w.ranges && division.used <= Deal::kMostRounds * w.ranges && !division.is_whole
+            && w.p.slots <= Deal::kMostSlots)
+        {
+            Deal const deal(w, division);
+            if (deal.is_worth(division))
+            {
+                take(w.p, segments, deal, range, hand);
+                return;
+            }
+        }
         int const unit = division.is_apart ? range : range * each;
         if (unit < division.units)
         {
             at = Cursor(w.p, segments, division, unit);
             tiles = min(each, division.is_apart ? at.tiles - at.tile : division.units - unit);
         }
+    }
+
+    // Takes the whole (slot, head)s that are dealt to a range: a lane finds each.
+    __device__ __forceinline__ void take(
+        dflash_attention_params const& p, Segments const& segments, Deal const& deal, int range, Dealt* hand)
+    {
+        if (range >= deal.ranges)
+        {
+            return;
+        }
+        int const round = threadIdx.x % 32;
+        int index;
+        int head;
+        int const own = deal.of(range, round, index, head);
+        __syncwarp(); // what was dealt before has been read
+        if (own > 0)
+        {
+            hand[round] = {segment_of(p, index), index, head};
+        }
+        __syncwarp();
+        tiles = __reduce_add_sync(0xffffffffu, own);
+        at.dealt = hand;
+        at.next_head(p);
     }
 };
 
@@ -422,9 +575,10 @@ __device__ __forceinline__ void ask_for_sinks(dflash_attention_params const& p)
 // threads of the block.
 __device__ __forceinline__ Span wait_for_span(Work const& w)
 {
+    __shared__ Dealt hands[kMostWarps][Deal::kMostRounds];
     ask_for_sinks(w.p);
     Segments segments(w.p);
-    bool const can_guess = w.p.slots <= 32; // then all is in registers
+    bool const can_guess = w.p.slots <= Segments::kHeld; // then all is in registers
     bool is_new = can_guess;
     Span span;
 #pragma unroll 1
@@ -432,7 +586,7 @@ __device__ __forceinline__ Span wait_for_span(Work const& w)
     {
         if (is_new)
         {
-            span = Span(w, segments, blockIdx.x);
+            span = Span(w, segments, blockIdx.x, hands[threadIdx.x / 32]);
         }
         if (has_waited)
         {

@@ -124,11 +124,15 @@ LONG = [
     Case(torch.float16, [32767, 32768, 5], 1, 8, 64, causal=True),
     Case(torch.bfloat16, [32700, 100], 16, 8, 128, causal=True, window=128, sinks=True),
 ]
-#: Of more slots and heads than an H200 has blocks of attention.
+#: Of more slots and heads than an H200 has blocks of attention: dealt out whole, or divided.
 MANY = [
     Case(torch.bfloat16, [37 * i for i in range(40)], 8, 4, 128, causal=True, kv_heads=8),
     Case(torch.float16, [37 * i for i in range(40)], 16, 8, 64, causal=True, sinks=True, kv_heads=8),
     Case(torch.bfloat16, [130] * 150 + [0, 1], 1, 4, 128, causal=True),
+    Case(torch.bfloat16, [260 + 53 * i % 500 for i in range(17)], 16, 4, 128, causal=False, kv_heads=8),
+    Case(torch.float16, [i % 3 * (64 + 97 * i % 1000) for i in range(32)], 1, 8, 64, causal=True, kv_heads=16),
+    Case(torch.bfloat16, [260 + 53 * i % 500 for i in range(64)], 5, 4, 128, causal=True, window=300, kv_heads=8),
+    Case(torch.bfloat16, [5000, *[260 + 53 * i % 500 for i in range(32)]], 8, 4, 128, causal=True, kv_heads=8),
 ]
 
 
