@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 PLUGINS = ROOT / "plugins"
 #: The number of the kernels' interface, and what the header says beside it (`test_a_number_names_one_interface`).
-INTERFACE = (41, "383a4f5b24d0ffd7")
+INTERFACE = (42, "46732d6123846bea")
 
 needs_compiler = pytest.mark.skipif(
     bool(kernel_build.MISSING), reason=f"not installed: {', '.join(kernel_build.MISSING)}"
@@ -454,6 +454,52 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
         assert all(call[0] is weights["a.weight"] and call[1] is weights.get("a.scale") for call in calls)
     else:
         assert not calls
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "has_bias", "in_parts"),
+    [
+        (129, 4096, False, True),
+        (256, 4096, False, True),
+        (257, 4096, False, False),  # as a whole it is as fast
+        (256, 2048, False, False),  # and parts of so few outputs leave multiprocessors idle
+        (256, 4096, True, False),
+    ],
+)
+def test_a_product_in_parts_is_added_up_where_the_stream_is_next_read(rows, outputs, has_bias, in_parts, monkeypatch):
+    def add_parts_norm(x, parts, weight, eps):
+        taken.append(parts.shape)
+        return TorchOps({"n.weight": weight}, {}).add_rms_norm("n", x, parts.sum(dim=0).to(x.dtype), eps)
+
+    def add_rms_norm(x, y, weight, eps):
+        return TorchOps({"n.weight": weight}, {}).add_rms_norm("n", x, y, eps)
+
+    monkeypatch.setattr(kernels, "load", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(products, "is_hopper", lambda device: True)
+    monkeypatch.setattr(products, "processors", lambda device: 132)
+    monkeypatch.setattr(products.torch, "bmm", lambda x, y, out_dtype: x.to(out_dtype) @ y.to(out_dtype))
+    monkeypatch.setattr(kernels, "add_parts_norm", add_parts_norm)
+    monkeypatch.setattr(kernels, "add_rms_norm", add_rms_norm)
+    taken = []
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"a.weight": (outputs, 256), "n.weight": (outputs,), "b.weight": (16, outputs), "c.weight": (8, outputs)}
+    shapes |= {"a.bias": (outputs,)} if has_bias else {}
+    weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+    x, y = (torch.randn(1, rows, size, generator=generator).bfloat16() for size in (outputs, 256))
+    ops, by_torch = rowless_ops(weights), TorchOps(weights, {})
+    found, expected = ops.add_product("a", x, y), by_torch.add_product("a", x, y)
+    assert found.pending.shape == ((2, 1, rows, outputs) if in_parts else (1, rows, outputs))
+    ways = {
+        "alone": lambda ops, x: [ops.add_pending(x)],
+        "normed": lambda ops, x: ops.norm("n", x, 1e-6),
+        "multiplied": lambda ops, x: ops.norm_linear("n", "b", x, 1e-6),
+        "routed": lambda ops, x: [(found := ops.norm_and_linears("n", ("b", "c"), x, 1e-6))[0], found[1], *found[2]],
+    }
+    for way in ways.values():
+        for got, right in zip(way(ops, found), way(by_torch, expected), strict=True):
+            torch.testing.assert_close(got, right, atol=0.02 * float(right.abs().max()), rtol=0)
+    assert len(taken) == (3 if in_parts else 0)
 
 
 @pytest.mark.parametrize(

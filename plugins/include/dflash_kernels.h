@@ -29,7 +29,7 @@ extern "C" {
 #endif
 
 /* Grows with every change of this file that a caller must follow. */
-#define DFLASH_ABI_VERSION 41
+#define DFLASH_ABI_VERSION 42
 
 #if defined(_WIN32)
 #define DFLASH_API __declspec(dllexport)
@@ -326,9 +326,10 @@ typedef struct
     int32_t rows; /* N, a slot */
     int32_t size; /* H */
     int32_t is_weight_wide; /* 1: weight is FP32, and rows are rounded once, behind it */
+    int32_t parts; /* of the residual, whose sum is rounded; at most 4. 0: it is of dtype */
     float eps;
     const void* x; /* [B, N, H] by strides */
-    const void* residual; /* [B, N, H] contiguous, or null */
+    const void* residual; /* [B, N, H] contiguous, or in FP32 [parts, B, N, H], or null */
     const void* weight; /* [H] */
     void* sum; /* [B, N, H] contiguous; with residual only */
     void* out; /* [B, N, H] contiguous */

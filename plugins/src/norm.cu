@@ -12,8 +12,53 @@ namespace
 constexpr int kVector = 8; // elements of one 16-byte access
 constexpr int kMaxVectors = 4; // a thread's
 
+constexpr int kMostParts = 4; // of a residual
+
+enum class Residual
+{
+    kNone,
+    kRow,
+    kParts, // in FP32, to be added up
+};
+
+// Numbers of a row of what is added, of its parts rounded as one number.
+template <typename T, Residual kResidual>
+__device__ __forceinline__ Vector<T, kVector> load_residual(dflash_rms_norm_params const& p, int64_t row, int at)
+{
+    int64_t const first = row * p.size + at;
+    if constexpr (kResidual == Residual::kRow)
+    {
+        return load_vector<T, kVector>(static_cast<T const*>(p.residual) + first);
+    }
+    auto const* from = reinterpret_cast<float4 const*>(static_cast<float const*>(p.residual) + first);
+    int64_t const part = int64_t{p.slots} * p.rows * p.size / 4;
+    float4 halves[kMostParts][2] = {};
+#pragma unroll
+    for (int nth = 0; nth < kMostParts; ++nth)
+    {
+        if (nth < p.parts)
+        {
+            halves[nth][0] = __ldcs(from + nth * part);
+            halves[nth][1] = __ldcs(from + nth * part + 1);
+        }
+    }
+    Vector<T, kVector> sum;
+#pragma unroll
+    for (int j = 0; j < kVector; ++j)
+    {
+        float total = 0.f;
+#pragma unroll
+        for (int nth = 0; nth < kMostParts; ++nth)
+        {
+            total += reinterpret_cast<float const*>(halves[nth])[j];
+        }
+        sum.at[j] = from_float<T>(total);
+    }
+    return sum;
+}
+
 // One block a row. A row stays in registers between the sum of its squares and its scaling. W: the weight's type.
-template <typename T, typename W, bool kResidual, int kVectors>
+template <typename T, typename W, Residual kResidual, int kVectors>
 __global__ void __launch_bounds__(kMostBlockThreads) rms_norm_kernel(dflash_rms_norm_params const p)
 {
     using Row = Vector<T, kVector>;
@@ -25,8 +70,6 @@ __global__ void __launch_bounds__(kMostBlockThreads) rms_norm_kernel(dflash_rms_
     int const slot = static_cast<int>(row / p.rows);
     int const vectors = p.size / kVector;
     T const* x = static_cast<T const*>(p.x) + slot * p.x_slot_stride + (row - int64_t{slot} * p.rows) * p.x_row_stride;
-    T const* residual = kResidual ? static_cast<T const*>(p.residual) + row * p.size : nullptr;
-    T* sum = kResidual ? static_cast<T*>(p.sum) + row * p.size : nullptr;
     T* out = static_cast<T*>(p.out) + row * p.size;
 
     Row held[kVectors];
@@ -40,15 +83,15 @@ __global__ void __launch_bounds__(kMostBlockThreads) rms_norm_kernel(dflash_rms_
             continue;
         }
         held[i] = load_vector<T, kVector>(x + at);
-        if constexpr (kResidual)
+        if constexpr (kResidual != Residual::kNone)
         {
-            Row const other = load_vector<T, kVector>(residual + at);
+            Row const other = load_residual<T, kResidual>(p, row, at);
 #pragma unroll
             for (int j = 0; j < kVector; ++j)
             {
                 held[i].at[j] = from_float<T>(to_float(held[i].at[j]) + to_float(other.at[j]));
             }
-            store_vector(sum + at, held[i]);
+            store_vector(static_cast<T*>(p.sum) + row * p.size + at, held[i]);
         }
         add_squares(squares, held[i]);
     }
@@ -125,7 +168,7 @@ cudaError_t launch_add_normed(dflash_add_normed_params const& p, cudaStream_t st
     return launch_kernel(kernel, dim3(p.rows), threads, 0, stream, p);
 }
 
-template <typename T, typename W, bool kResidual>
+template <typename T, typename W, Residual kResidual>
 cudaError_t launch_rms_norm(dflash_rms_norm_params const& p, cudaStream_t stream)
 {
     int const vectors = p.size / kVector;
@@ -136,11 +179,19 @@ cudaError_t launch_rms_norm(dflash_rms_norm_params const& p, cudaStream_t stream
     return launch_kernel(kernel, grid, threads, 0, stream, p);
 }
 
-template <typename T, bool kResidual>
+template <typename T, Residual kResidual>
 cudaError_t launch_norm_of(dflash_rms_norm_params const& p, cudaStream_t stream)
 {
     return p.is_weight_wide ? launch_rms_norm<T, float, kResidual>(p, stream)
                             : launch_rms_norm<T, T, kResidual>(p, stream);
+}
+
+template <typename T>
+cudaError_t launch_norm_of(dflash_rms_norm_params const& p, cudaStream_t stream)
+{
+    return p.parts   ? launch_norm_of<T, Residual::kParts>(p, stream)
+        : p.residual ? launch_norm_of<T, Residual::kRow>(p, stream)
+                     : launch_norm_of<T, Residual::kNone>(p, stream);
 }
 
 template <typename T>
@@ -182,7 +233,8 @@ extern "C" cudaError_t dflash_rms_norm(dflash_rms_norm_params const* p, cudaStre
 {
     using namespace dflash;
     if (p->size < kVector || p->size % kVector || p->size > kVector * kMostBlockThreads * kMaxVectors
-        || p->x_slot_stride % kVector || p->x_row_stride % kVector || (p->residual != nullptr) != (p->sum != nullptr))
+        || p->x_slot_stride % kVector || p->x_row_stride % kVector || (p->residual != nullptr) != (p->sum != nullptr)
+        || p->parts < 0 || p->parts > kMostParts || (p->parts && !p->residual))
     {
         return cudaErrorInvalidValue;
     }
@@ -192,11 +244,8 @@ extern "C" cudaError_t dflash_rms_norm(dflash_rms_norm_params const* p, cudaStre
     }
     switch (p->dtype)
     {
-    case DFLASH_FP16:
-        return p->residual ? launch_norm_of<__half, true>(*p, stream) : launch_norm_of<__half, false>(*p, stream);
-    case DFLASH_BF16:
-        return p->residual ? launch_norm_of<__nv_bfloat16, true>(*p, stream)
-                           : launch_norm_of<__nv_bfloat16, false>(*p, stream);
+    case DFLASH_FP16: return launch_norm_of<__half>(*p, stream);
+    case DFLASH_BF16: return launch_norm_of<__nv_bfloat16>(*p, stream);
     default: return cudaErrorInvalidValue;
     }
 }

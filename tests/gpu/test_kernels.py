@@ -451,6 +451,12 @@ def test_norms_equal_float64(dtype, size, wide):
     total, out = kernels.add_rms_norm(x, y, weight, 1e-6)
     assert total.equal(x + y)
     assert_close(out, normed(x + y), dtype)
+    for count in (1, 2, 3, 4):
+        parts = torch.randn(count, 3, 5, size, device="cuda") * 3
+        total, out = kernels.add_parts_norm(x, parts, weight, 1e-6)
+        assert total.equal(x + parts.double().sum(0).float().to(dtype)) or count > 2  # FP32 rounds the sums of more
+        assert_close(total, x.double() + parts.double().sum(0), dtype)
+        assert_close(out, normed(total), dtype)
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -263,6 +263,24 @@ def test_normed_rows_are_rounded_and_multiplied_by_whatever_suits_them(rows, by_
     assert_close(added[0], expected, BF16, roundings=4)
 
 
+@pytest.mark.parametrize("rows", [129, 192, 256])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_product_in_parts_that_the_norm_adds_up_equals_float64(rows, dtype):
+    weight, x = operands((4096, 1024), dtype)[1], numbers(1, rows, 1024, dtype=dtype)
+    norm = (torch.rand(4096, device="cuda") + 0.5).to(dtype)
+    ops = rowless_ops({"a.weight": weight, "n.weight": norm})
+    stream = numbers(1, rows, 4096, dtype=dtype)
+    found = ops.add_product("a", stream, x)
+    assert found.pending is not None and found.pending.shape == (2, 1, rows, 4096)
+    expected = stream.double() + x.double() @ weight.double().t()
+    assert_close(ops.add_pending(found), expected, dtype)
+    total, h = ops.norm("n", found, 1e-6)
+    assert_close(total, expected, dtype)
+    assert_close(h, F.rms_norm(expected, (4096,), norm.double(), 1e-6), dtype)
+    whole = TorchOps({"a.weight": weight}, {}).add_product("a", stream, x)
+    assert_close(total, ops.add_pending(whole), dtype)
+
+
 @pytest.mark.parametrize("by_block", [False, True], ids=["rows", "blocks"])
 @pytest.mark.parametrize("rows", [20, 64, 128])
 def test_a_captured_chain_of_fp8_products_repeats_itself_to_the_bit(rows, by_block):

@@ -42,7 +42,16 @@ from trtllm_dflash.kernels.library import (
     load_for,
     remedy,
 )
-from trtllm_dflash.kernels.norm import add_normed, add_rms_norm, cap, rms_norm, swiglu, takes_cap, takes_norm
+from trtllm_dflash.kernels.norm import (
+    add_normed,
+    add_parts_norm,
+    add_rms_norm,
+    cap,
+    rms_norm,
+    swiglu,
+    takes_cap,
+    takes_norm,
+)
 from trtllm_dflash.kernels.pages import PAGE_TILE, PageCopies, Pages, set_pages
 from trtllm_dflash.kernels.products import (
     SKINNY_GPUS,
@@ -50,7 +59,9 @@ from trtllm_dflash.kernels.products import (
     WIDE_ROWS,
     Norm,
     bulk_gemm,
+    count_parts,
     exact_gemm,
+    product_in_parts,
     skinny_gemm,
     suits_bulk,
     suits_wide,
@@ -128,6 +139,7 @@ __all__ = [
     "accept_paths",
     "accept_rows",
     "add_normed",
+    "add_parts_norm",
     "add_rms_norm",
     "advance_states",
     "argmax",
@@ -139,6 +151,7 @@ __all__ = [
     "begin_rows",
     "bulk_gemm",
     "cap",
+    "count_parts",
     "divide_blocks",
     "divide_rows",
     "embed",
@@ -156,6 +169,7 @@ __all__ = [
     "load_for",
     "log_probabilities",
     "part_bytes",
+    "product_in_parts",
     "quantize_blocks",
     "quantize_rows",
     "remedy",

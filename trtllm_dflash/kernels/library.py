@@ -14,7 +14,7 @@ from trtllm_dflash.errors import EngineError
 #: Names the library, where it is another than the one that belongs to this package.
 LIBRARY_VARIABLE = "TRTLLM_DFLASH_KERNELS"
 #: The interface of `dflash_kernels.h` that the structures here are written for.
-ABI_VERSION = 41
+ABI_VERSION = 42
 #: Of one all-reduce, as `dflash_kernels.h` has them.
 MOST_RANKS = 8
 #: Tensors whose rows are joined at once, as it has them too.

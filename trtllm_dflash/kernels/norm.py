@@ -10,7 +10,7 @@ Tensor = torch.Tensor
 
 RmsNormParams = structure(
     "dflash_rms_norm_params",
-    ints="dtype slots rows size is_weight_wide",
+    ints="dtype slots rows size is_weight_wide parts",
     floats="eps",
     pointers="x residual weight sum out",
     longs="x_slot_stride x_row_stride",
@@ -51,6 +51,13 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     return _rms_norm(x, y, weight, eps)
 
 
+def add_parts_norm(x: Tensor, parts: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Computes what `add_rms_norm` does of the sum of parts [1 to 4, B, N, H] in FP32, rounded to x's type."""
+    is_right = parts.dtype == torch.float32 and 1 <= len(parts) <= 4 and parts.shape[1:] == x.shape
+    check(is_right and parts.is_contiguous(), "parts must be FP32 and have x's shape, at most four")
+    return _rms_norm(x, parts, weight, eps)
+
+
 def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     slots, rows, size = x.shape
     check(x.dtype in HALVES and weight.dtype in (x.dtype, torch.float32), f"norm of {x.dtype} by {weight.dtype}")
@@ -64,6 +71,7 @@ def _rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) ->
         rows=rows,
         size=size,
         is_weight_wide=weight.dtype == torch.float32,
+        parts=0 if residual is None or residual.dim() == 3 else len(residual),
         eps=eps,
         x=x.data_ptr(),
         residual=address(residual),

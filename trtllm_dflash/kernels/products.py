@@ -1,6 +1,7 @@
 """Products of rows and a large weight, whose time is that of reading the weight."""
 
 import ctypes
+import math
 from dataclasses import dataclass
 from functools import cache
 
@@ -27,6 +28,10 @@ _WIDE_FP8_GATED_LOAD, _WIDE_BLOCK_ROWS, _WIDE_BLOCK_OUTPUTS, _WIDE_BLOCK_LOAD = 
 WIDE_FP8_ROWS, _WIDE_HALVES_OUTPUTS = 256, 4096
 #: Likewise where `bulk_gemm` is faster than cuBLAS, and the most that the busiest multiprocessor may have to multiply.
 BULK_ROWS, _BULK_LOAD = 256, 1100
+#: Likewise where a product is faster in two parts of its columns: they are then as many tiles as there are
+#: multiprocessors, and no fewer than this share of them.
+_PARTED_ROWS, _TILE, _PARTED_LOAD = 256, 128, 0.9
+_HAS_OUT_TYPE = hasattr(torch.ops.aten.bmm, "dtype")  # from torch 2.8 on
 #: Compute capabilities (major) whose blocks have the 212 KB of shared memory that it needs; the others' have half.
 SKINNY_GPUS = (9, 10)
 
@@ -174,6 +179,23 @@ def wide_gemm_fp8(
     check(is_right and rows <= WIDE_FP8_ROWS, f"scales {tuple(factors.shape)} of x {tuple(x.shape)}")
     how = bias, swiglu, None, residual, gelu
     return _product("dflash_wide_gemm", x, weight, scale, *how, row_factors=factors)
+
+
+def count_parts(x: Tensor, weight: Tensor) -> int:
+    """Counts the parts of its columns in which x [..., I] is best multiplied by weight [O, I]; 1: as a whole."""
+    rows, outputs = x.numel() // x.shape[-1], weight.shape[0]
+    tiles = math.ceil(rows / _TILE) * math.ceil(outputs / _TILE)
+    if not _HAS_OUT_TYPE or not WIDE_ROWS < rows <= _PARTED_ROWS or x.shape[-1] % (2 * _TILE):
+        return 1
+    count = processors(x.device)
+    return 2 if _PARTED_LOAD * count <= 2 * tiles <= count else 1
+
+
+def product_in_parts(x: Tensor, weight: Tensor, parts: int) -> Tensor:
+    """Multiplies x [B, N, I] by weight [O, I] in parts of its columns: FP32 [parts, B, N, O], to be added up."""
+    rows = x.reshape(-1, parts, x.shape[-1] // parts).transpose(0, 1)
+    columns = weight.view(len(weight), parts, -1).permute(1, 2, 0)
+    return torch.bmm(rows, columns, out_dtype=torch.float32).view(parts, *x.shape[:-1], len(weight))
 
 
 def suits_bulk(x: Tensor, weight: Tensor) -> bool:

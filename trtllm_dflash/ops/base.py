@@ -65,7 +65,7 @@ class Residual(Generic[T]):
     """The residual stream, and a term that is still to be added: kernels may add it where the stream is next normed."""
 
     x: T  # [B, N, H]
-    pending: T | None = None  # [B, N, H]
+    pending: T | None = None  # [B, N, H], or what the backend's own operations make such of
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from trtllm_dflash.ops.torch_ops import TorchOps
 
 Tensor = torch.Tensor
 
+_PARTS = 4  # dimensions of what is pending in parts
+
 
 class CudaProducts(TorchOps):
     """The part of a network that is the same wherever its rows lie: [slots, rows] or flat.
@@ -36,8 +38,24 @@ class CudaProducts(TorchOps):
         return super().linear_swiglu(name, x) if y is None else y
 
     def add_product(self, name: str, x: Tensor, y: Tensor) -> Residual[Tensor]:
-        total = self._product(name, y, residual=x) if self.tp == 1 and x.is_contiguous() else None
-        return super().add_product(name, x, y) if total is None else Residual(total)
+        if self.tp > 1 or not x.is_contiguous():
+            return super().add_product(name, x, y)
+        total = self._product(name, y, residual=x)
+        if total is not None:
+            return Residual(total)
+        parts = self._product_in_parts(name, y)
+        return super().add_product(name, x, y) if parts is None else Residual(x, parts)
+
+    def _product_in_parts(self, name: str, x: Tensor) -> Tensor | None:
+        """Multiplies x [B, N, I] in parts of its columns: FP32 [P, B, N, O], whose sum `add_rms_norm` takes.
+
+        None where that is no faster. cuBLAS divides such a product, too, but adds the parts up in a kernel of its own.
+        """
+        weight = linear_weight(self.weights, name)
+        if not isinstance(weight, Tensor) or weight.dtype != x.dtype or name + ".bias" in self.weights:
+            return None
+        count = kernels.count_parts(x, weight)
+        return None if count == 1 else kernels.product_in_parts(x, weight, count)
 
     def norm_linear(self, norm: str, name: str, x: Residual[Tensor], eps: float) -> tuple[Tensor, Tensor]:
         y = self._normed_product(norm, name, x, eps)
@@ -62,7 +80,7 @@ class CudaProducts(TorchOps):
         name = joined_name(names)
         weight, bias = self.weights.get(name + ".weight"), self.weights.get(name + ".bias")
         by = self.weights[norm + ".weight"]
-        is_flat = x.pending is None or x.pending.is_contiguous()
+        is_flat = x.pending is None or (x.pending.is_contiguous() and x.pending.dim() < _PARTS)
         if weight is None or not is_flat or not kernels.takes_router(x.x, by, weight, bias):
             return super().norm_and_linears(norm, names, x, eps)
         stream, h, y = kernels.router(x.x, x.pending, by, eps, weight, bias)
@@ -149,7 +167,12 @@ class CudaProducts(TorchOps):
         weight = self.weights[name + ".weight"]
         return kernels.rms_norm(x, weight, eps) if kernels.takes_norm(x) else super().rms_norm(name, x, eps)
 
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().add(x, _sum_of(y, x))
+
     def add_rms_norm(self, name: str, x: Tensor, y: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if y.dim() == _PARTS:
+            return kernels.add_parts_norm(x, y, self.weights[name + ".weight"], eps)
         if not kernels.takes_norm(x) or not y.is_contiguous():
             return super().add_rms_norm(name, x, y, eps)
         return kernels.add_rms_norm(x, y, self.weights[name + ".weight"], eps)
@@ -208,6 +231,11 @@ class CudaProducts(TorchOps):
         every = torch.stack(self.communicator.all_gather(own))  # [tp, 2, B, R]
         winner = every[:, 0].view(torch.float32).argmax(dim=0, keepdim=True)
         return every[:, 1].gather(0, winner)[0]
+
+
+def _sum_of(y: Tensor, x: Tensor) -> Tensor:
+    """Adds up what is pending in parts, rounded to the type of the stream x."""
+    return y.sum(dim=0).to(x.dtype) if y.dim() == _PARTS else y
 
 
 def _rounded_product(
