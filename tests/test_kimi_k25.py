@@ -136,6 +136,14 @@ def test_kimi_equals_deepseek_v3_of_transformers_in_int4(factor, tmp_path):
     assert_equals(path, model, prompts=20 if factor == 64 else 5)
 
 
+def test_what_is_left_of_yarn_scales_no_scores_of_unscaled_positions(tmp_path):
+    path, _ = make_kimi(tmp_path, num_hidden_layers=1, int4=False)
+    edit_config(path, lambda raw: raw["text_config"]["rope_scaling"].update(rope_type="default"))
+    latent = open_pair(path).target_config.latent_attention
+    assert latent is not None
+    assert latent.scale == pytest.approx(24**-0.5)
+
+
 def test_int4_is_read_to_the_bit(tmp_path):
     path, model = make_kimi(tmp_path)
     pair = open_pair(path)

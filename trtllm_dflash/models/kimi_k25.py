@@ -161,6 +161,7 @@ class KimiK25(MoEDecoder):
 def _scale(text: dict[str, Any]) -> float:
     """Computes the scale of scores, which YaRN's `mscale_all_dim` makes larger (as DeepSeek-V2 does)."""
     scaling = rope_scaling(text)
-    factor, of_all = scaling.get("factor", 1.0), scaling.get("mscale_all_dim", 0)
+    is_scaled = scaling.get("rope_type", scaling.get("type", "default")) != "default"  # settings may be left of another
+    factor, of_all = scaling.get("factor", 1.0), scaling.get("mscale_all_dim", 0) if is_scaled else 0
     mscale = 0.1 * of_all * math.log(factor) + 1 if of_all and factor > 1 else 1.0
     return float((text["qk_nope_head_dim"] + text["qk_rope_head_dim"]) ** -0.5 * mscale**2)
