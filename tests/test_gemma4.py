@@ -259,6 +259,7 @@ def test_our_kernels_compute_gemma_on_hopper_alone(change, capability, why, tmp_
         ({"hidden_activation": "silu"}, "hidden_activation 'silu' is not supported; supported: 'gelu_pytorch_tanh'"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is not supported"),
         ({"layer_types": ["full_attention"]}, "layer_types must say sliding_attention or full_attention for each of 6"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 3}, "layer_types says sliding_attention of the"),
         ({"per_layer_config": {"2": {"head_dim": 32}}}, "per_layer_config must say the same of every full_attention"),
         ({"num_global_key_value_heads": 3}, "4 attention heads cannot share 3 key/value heads"),
     ],

@@ -158,6 +158,8 @@ def _read(text: dict[str, Any]) -> DecoderConfig:
     layers, heads, kv_heads = text["num_hidden_layers"], text["num_attention_heads"], text["num_key_value_heads"]
     if len(types) != layers or not set(types) <= {_FULL, _SLIDING}:
         raise CheckpointError(f"config.json: layer_types must say {_SLIDING} or {_FULL} for each of {layers} layers")
+    if types[-1] != _FULL:  # whatever it says, transformers computes that
+        raise CheckpointError(f"config.json: layer_types says {_SLIDING} of the last layer, which must be {_FULL}")
     full = _read_full_attention(text, types)
     for shared in (kv_heads, full.kv_heads):
         if heads % shared:
