@@ -193,6 +193,22 @@ def test_a_number_that_nothing_is_computed_with_is_refused(tmp_path, changes, fi
     assert f"{tmp_path}: config.json: {field}: Input should be " in message
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"partial_rotary_factor": 0.5}, "rotates 8 of a head's 16 dimensions is not supported; llama rotates all"),
+        ({"rope_parameters": {**LLAMA3, "partial_rotary_factor": 0.5}}, "llama rotates all"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
+            "rope_parameters of kinds of layers (full_attention) is not supported here",
+        ),
+    ],
+)
+def test_rotary_settings_that_a_family_does_not_compute_are_refused(tmp_path, changes, message):
+    make_target(tmp_path, "llama", layers=1)
+    assert message in refusal(edit_config(tmp_path, lambda config: config.update(changes)))
+
+
 @pytest.mark.parametrize("keep", [0, 5, 100, -4])
 def test_a_truncated_file_is_named(tmp_path, keep):
     file = make_target(tmp_path) / "model.safetensors"

@@ -69,6 +69,20 @@ def test_minimax_m2_equals_transformers(tmp_path):
     assert_equals(path, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval())
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},  # a theta of 5e6, and not the 1e4 of others
+        {"partial_rotary_factor": 0.25},  # before rotary_dim
+        {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}},
+    ],
+)
+def test_rotary_settings_mean_what_transformers_takes_them_to_mean(changes, tmp_path):
+    path = make_minimax_m2(tmp_path, num_hidden_layers=1)
+    edit_config(path, lambda raw: (raw.pop("rope_theta"), raw.update(changes)))
+    assert_equals(path, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), prompts=2)
+
+
 def test_drafted_text_of_minimax_m2_equals_plain_text(tmp_path):
     assert_drafting_changes_nothing(*minimax_pair(tmp_path))
 

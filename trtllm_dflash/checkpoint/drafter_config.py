@@ -107,7 +107,8 @@ def _make_config(settings: _Settings) -> DrafterConfig:
     types = layers.get("layer_types")
     # Without layer_types a window is none that a drafter was ever published with: refused as any decoder's.
     told = {} if types is None else {"layer_types": [], "use_sliding_window": False}
-    shape = read_decoder_config("dflash", {**layers, **told})
+    # Drafters are Qwen3's layers, and those rotate whole heads in transformers, even where a share is inherited.
+    shape = read_decoder_config("dflash", {**layers, **told}, partial_rotary=None)
     windows = None if types is None else _read_windows(layers, types, shape.layers)
     taps = settings.tap_layers
     if taps is None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from trtllm_dflash.errors import CheckpointError
-from trtllm_dflash.models.rope import PositiveNumber, RopeConfig, read_rope
+from trtllm_dflash.models.rope import PositiveNumber, RopeConfig, read_rope, rotary_size
 from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision, in_precision, units_per_rank
 from trtllm_dflash.ops.base import Acceptance, AttentionLayer, ClampedSwiglu, MoELayer, Ops, Residual
 
@@ -141,8 +141,11 @@ class DecoderConfig(BaseModel):
         return ropes
 
 
-def read_decoder_config(family: str, raw: dict[str, Any]) -> DecoderConfig:
+def read_decoder_config(family: str, raw: dict[str, Any], partial_rotary: bool | None = False) -> DecoderConfig:
     """Reads the settings that dense families share from config.json.
+
+    Args:
+        partial_rotary: whether the part of each head that it says is rotated; None: whole heads are, whatever it says.
 
     Raises:
         CheckpointError: a setting is missing, or asks for something that this decoder does not compute.
@@ -162,6 +165,12 @@ def read_decoder_config(family: str, raw: dict[str, Any]) -> DecoderConfig:
             raise CheckpointError(f"config.json: {heads} attention heads cannot share {kv_heads} key/value heads")
         if head_size % 2:
             raise CheckpointError(f"config.json: heads of {head_size} dimensions cannot be rotated in pairs")
+        rope, part = read_rope(raw), None if partial_rotary is None else rotary_size(raw, head_size)
+        if part is not None and not partial_rotary:
+            raise CheckpointError(
+                f"config.json: partial_rotary_factor that rotates {part} of a head's {head_size} dimensions is not "
+                f"supported; {family} rotates all"
+            )
         return DecoderConfig(
             family=family,
             vocab_size=raw["vocab_size"],
@@ -173,7 +182,7 @@ def read_decoder_config(family: str, raw: dict[str, Any]) -> DecoderConfig:
             intermediate_size=raw["intermediate_size"],
             norm_eps=raw.get("rms_norm_eps", 1e-6),
             max_positions=raw["max_position_embeddings"],
-            rope=read_rope(raw),
+            rope=rope.model_copy(update={"rotary_size": part}),
             tied_embeddings=raw.get("tie_word_embeddings", False),
             attention_bias=raw.get("attention_bias", False),
         )

@@ -19,7 +19,6 @@ from trtllm_dflash.models.decoder import (
     head_norm_weights,
     read_decoder_config,
 )
-from trtllm_dflash.models.rope import rotary_size
 from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision, units_per_rank
 from trtllm_dflash.ops.base import DeltaLayer, Ops, Residual
 
@@ -50,7 +49,7 @@ def read_hybrid_config(family: str, raw: dict[str, Any]) -> DecoderConfig:
         raise CheckpointError("config.json: attn_output_gate false is not supported")
     if raw.get("attention_bias"):
         raise CheckpointError("config.json: attention_bias is not supported with gated attention")
-    base = read_decoder_config(family, {**raw, "layer_types": []})
+    base = read_decoder_config(family, {**raw, "layer_types": []}, partial_rotary=True)
     types = layer_types(raw, base.layers)
     try:
         delta = DeltaConfig(
@@ -67,8 +66,7 @@ def read_hybrid_config(family: str, raw: dict[str, Any]) -> DecoderConfig:
         raise CheckpointError(
             f"config.json: {delta.value_heads} linear value heads cannot share {delta.key_heads} key heads"
         )
-    rope = base.rope.model_copy(update={"rotary_size": rotary_size(raw, base.head_size)})
-    return base.model_copy(update={"delta": delta, "rope": rope})
+    return base.model_copy(update={"delta": delta})
 
 
 def layer_types(raw: Mapping[str, Any], layers: int) -> list[str]:

@@ -5,7 +5,6 @@ from typing import Any, TypeVar
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.models.decoder import DecoderConfig, MoEConfig, read_decoder_config
 from trtllm_dflash.models.moe import MoEDecoder, check_experts, separate_experts
-from trtllm_dflash.models.rope import rotary_size
 from trtllm_dflash.models.weights import Part, Split, Weight, WeightPrecision
 from trtllm_dflash.ops.base import Ops
 
@@ -21,6 +20,10 @@ _COMPUTED = {
 }
 
 
+#: What transformers takes these to be where config.json lacks them (MiniMaxM2Config); other families' are others.
+_DEFAULTS = {"head_dim": 128, "num_key_value_heads": 8, "rope_theta": 5000000.0}
+
+
 class MiniMaxM2(MoEDecoder):
     """MiniMaxM2ForCausalLM."""
 
@@ -34,7 +37,10 @@ class MiniMaxM2(MoEDecoder):
                 raise CheckpointError(f"config.json: {key} {raw[key]!r} is not supported; supported: {computed!r}")
         if any(kind != 1 for kind in raw.get("attn_type_list", ())):
             raise CheckpointError("config.json: attn_type_list names other attention than 1, softmax's")
-        base = read_decoder_config("minimax_m2", raw)
+        raw = {**_DEFAULTS, **raw}
+        if "rotary_dim" in raw:  # as published; a share that is said besides wins
+            raw = {"partial_rotary_factor": raw["rotary_dim"] / raw["head_dim"], **raw}
+        base = read_decoder_config("minimax_m2", raw, partial_rotary=True)
         try:
             moe = MoEConfig(
                 experts=raw["num_local_experts"],
@@ -45,8 +51,7 @@ class MiniMaxM2(MoEDecoder):
             )
         except KeyError as missing:
             raise CheckpointError(f"config.json: {missing.args[0]!r} is missing") from None
-        rope = base.rope.model_copy(update={"rotary_size": rotary_size(raw, base.head_size)})
-        return base.model_copy(update={"moe": check_experts(moe), "rope": rope})
+        return base.model_copy(update={"moe": check_experts(moe)})
 
     def layer_weights(self, prefix: str) -> list[Weight]:
         c = self.config

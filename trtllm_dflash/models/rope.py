@@ -40,13 +40,16 @@ def rope_scaling(raw: dict[str, Any]) -> dict[str, Any]:
     """Reads the settings that Hugging Face's config.json groups as `rope_parameters`, formerly `rope_scaling`.
 
     Raises:
-        CheckpointError: they are no object, or are there under both names and differ.
+        CheckpointError: they are no object, differ by kinds of layers, or are there under both names and differ.
     """
     found = {key: raw[key] for key in ("rope_parameters", "rope_scaling") if raw.get(key)}
     settings: dict[str, Any] = {}
     for key, scaling in found.items():
         if not isinstance(scaling, dict):
             raise CheckpointError(f"config.json: {key} {scaling!r} is not an object")
+        nested = [name for name, value in scaling.items() if isinstance(value, dict)]
+        if nested:
+            raise CheckpointError(f"config.json: {key} of kinds of layers ({', '.join(nested)}) is not supported here")
         said = {name: value for name, value in scaling.items() if value is not None and name != "type"}
         said["rope_type"] = scaling.get("rope_type") or scaling.get("type") or "default"
         if any(settings[name] != value for name, value in said.items() if name in settings):
@@ -87,8 +90,7 @@ def read_rope(raw: dict[str, Any]) -> RopeConfig:
     if kind == "yarn":
         return _read_yarn(scaling, theta, raw)
     if kind == "proportional":
-        share, factor = scaling.get("partial_rotary_factor", 1.0), scaling.get("factor", 1.0)
-        return RopeConfig(kind=kind, theta=theta, share=share, factor=factor)
+        return RopeConfig(kind=kind, theta=theta, share=_share(raw, scaling), factor=scaling.get("factor", 1.0))
     raise CheckpointError(
         f"config.json: rope scaling {kind!r} is not supported; supported: default, linear, llama3, yarn, proportional"
     )
@@ -101,13 +103,20 @@ def rotary_size(raw: dict[str, Any], head_size: int) -> int | None:
         CheckpointError: they are not so many pairs, or the share of a head is no number.
     """
     scaling = rope_scaling(raw)
-    share = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    if scaling.get("rope_type", scaling.get("type")) == "proportional":  # the share is its own: see `read_rope`
+        return None
+    share = _share(raw, scaling)
     if not isinstance(share, int | float) or not math.isfinite(share):
         raise CheckpointError(f"config.json: partial_rotary_factor {share!r} is not a number")
-    size = int(raw.get("rotary_dim") or head_size * share)
+    size = int(head_size * share)
     if not 0 < size <= head_size or size % 2:
         raise CheckpointError(f"config.json: {size} of a head's {head_size} dimensions cannot be rotated in pairs")
     return None if size == head_size else size
+
+
+def _share(raw: dict[str, Any], scaling: dict[str, Any]) -> Any:
+    """Reads the share of a head's dimensions that is rotated: among the rotary settings, or else beside them."""
+    return scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
 
 
 def _read_yarn(scaling: dict[str, Any], theta: float, raw: dict[str, Any]) -> RopeConfig:
