@@ -125,6 +125,25 @@ def test_a_shared_expert_whose_gates_end_within_a_block_is_refused_in_blocks(col
         planned(folder)
 
 
+@pytest.mark.parametrize(
+    ("shape", "linear"),
+    [
+        ({"head_dim": 64}, "self_attn.qkv_proj"),  # queries and gates in turn
+        ({"linear_key_head_dim": 64}, "linear_attn.in_proj"),  # a key head's query, key, values and gates in turn
+    ],
+)
+def test_heads_that_end_within_a_block_are_refused_in_blocks_and_dequantized(shape, linear, tmp_path):
+    whole = {"hidden_size": 128, "head_dim": 128, "linear_value_head_dim": 128, "linear_key_head_dim": 128}
+    shape = {**whole, **shape}
+    quantized, numbers = (make_hybrid(tmp_path / name, "qwen3_next", **shape) for name in ("quantized", "numbers"))
+    stands_for = quantize_folder(quantized, "blocks", within="_attn.")
+    with pytest.raises(SettingsError, match=rf"{linear}.weight of a rank is no whole number of .* blocks of 128"):
+        planned(quantized)
+    edit_tensors(numbers, lambda tensors: tensors.update(stands_for))
+    logits = [all_logits(load(folder), IDS[:20]) for folder in (quantized, numbers)]
+    assert (logits[0] - logits[1]).norm() / logits[1].norm() < 1e-5
+
+
 # -- states ------------------------------------------------------------------------------------------------------------
 
 

@@ -168,9 +168,12 @@ def check_sides(target: DecoderConfig, drafter: DrafterConfig | None, tp: int) -
                 f"--tp {tp}: {weight.name} of a rank has {shape[-1]} columns, no whole number of the checkpoint's INT4 "
                 f"blocks of {INT4_BLOCK}; use fewer ranks or --ep"
             )
-        held = [part.held(tp, 0) for part in weight.parts[: weight.parts_of_each]]
+        parts = weight.parts[: weight.parts_of_each]
+        held = [part.held(tp, 0) for part in parts]
         joined = weight.parts_of_each > 1 or held[0] != weight.parts[0].sides
-        if kind is WeightPrecision.FP8_BLOCKS and joined and any(side % FP8_BLOCK for s in held for side in s):
+        ends = [side for sides in held for side in sides]
+        ends += [row for part in parts if part.run is not None for row in (part.unit, *part.run)]
+        if kind is WeightPrecision.FP8_BLOCKS and joined and any(end % FP8_BLOCK for end in ends):
             uncut = weight.stack is not None and not any(side % FP8_BLOCK for side in weight.parts[0].sides)
             hints = ["fewer ranks"] * (tp > 1) + ["--ep"] * (tp > 1 and uncut)
             hints += ["--precision bf16, which dequantizes it"] * (not weight.name.startswith(PREFIX))
