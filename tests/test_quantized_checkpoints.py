@@ -115,6 +115,23 @@ def test_a_shortlist_s_head_is_the_target_s_and_stays_as_it_is(layout, tmp_path)
     assert torch.equal(head, load_file(target / "model.safetensors")["lm_head.weight"].float())
 
 
+def test_a_drafter_may_have_all_its_matrices_in_nvfp4(tmp_path):
+    """ModelOpt leaves out none but those that it is told."""
+    target, drafter, _ = make_quantized(tmp_path, "nvfp4")
+
+    def pack(tensors: dict[str, Tensor]) -> None:
+        rows, columns = tensors["fc.weight"].shape
+        tensors["fc.weight"] = torch.full((rows, columns // 2), 0x22, dtype=torch.uint8)  # 1 and 1
+        tensors["fc.weight_scale"] = torch.full((rows, columns // 16), 0.5).to(torch.float8_e4m3fn)
+        tensors["fc.weight_scale_2"] = torch.tensor(0.25)
+
+    edit_tensors(drafter, pack)
+    pair, config = planned(open_pair(target, drafter))
+    assert config.drafter.plain_linears == ()
+    weights = read_rank_weights(pair, 1, 0, torch.float32)
+    assert (linear_weight(weights, "drafter.fc").dequantize() == 0.125).all()
+
+
 def test_what_is_asked_for_decides_over_the_checkpoint(tmp_path):
     target, drafter, expected = make_quantized(tmp_path, "channel")
     pair, config = planned(open_pair(target, drafter), precision="bf16")

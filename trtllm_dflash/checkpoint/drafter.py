@@ -67,7 +67,9 @@ def open_drafter(path: Path, target_layers: int | None = None) -> DrafterCheckpo
 
 def _check_taps(config: DrafterConfig, folder: CheckpointFolder, fc: str) -> None:
     taps, size = config.tap_layers, config.hidden_size
-    shape = folder.tensors[fc].shape if fc in folder.tensors else ()
+    info = folder.tensors.get(fc)
+    # Of bytes that hold two numbers each, `check_tensors` knows the shape.
+    shape = info.shape if info is not None and info.dtype != "U8" else ()
     if len(shape) == 2 and shape[1] != len(taps) * size:
         raise CheckpointError(
             f"config.json: {len(taps)} tap layers of {size} make {len(taps) * size} columns, but {fc} has {shape[1]}"
