@@ -202,9 +202,10 @@ def test_a_number_that_nothing_is_computed_with_is_refused(tmp_path, changes, fi
             {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}},
             "rope_parameters of kinds of layers (full_attention) is not supported here",
         ),
+        ({"is_causal": False}, "is_causal false is not supported"),  # an embedding model's
     ],
 )
-def test_rotary_settings_that_a_family_does_not_compute_are_refused(tmp_path, changes, message):
+def test_settings_that_a_family_does_not_compute_are_refused(tmp_path, changes, message):
     make_target(tmp_path, "llama", layers=1)
     assert message in refusal(edit_config(tmp_path, lambda config: config.update(changes)))
 

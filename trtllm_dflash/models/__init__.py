@@ -65,6 +65,9 @@ def read_target_config(raw: dict[str, Any]) -> DecoderConfig:
     kind = _TEXT_MODELS.get(str(said), said)
     if kind not in FAMILIES:
         raise CheckpointError(f"config.json: model_type {kind!r} is not supported; supported: {', '.join(FAMILIES)}")
+    inner = raw.get("text_config")
+    if any(settings.get("is_causal") is False for settings in (raw, inner) if isinstance(settings, dict)):
+        raise CheckpointError("config.json: is_causal false is not supported: its rows see later ones")
     return FAMILIES[kind].read_config(raw)
 
 
