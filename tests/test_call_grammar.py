@@ -284,7 +284,7 @@ def test_texts_and_thinking_that_are_held_may_have_tags_in_them(chat_format, siz
     tags = [call.replace("</parameter>\n", ""), call.replace("</parameter>\n", "</parameter>"), 2 * f"\n{call[-30:]}"]
     source = call_grammar(chat_format, [Callee("f", schema, strict=True)], must=True, thinking=True)
     for tag in tags:
-        asked = [("f", {"a": f"a{tag}b", "n": 5})]
+        asked = [("f", {"a": f"a{tag}b", "n": 5}), ("f", {"a": f"{tag}c", "n": 6})]
         text = f"I write {call}.\n</think>\n\n{together(chat_format, asked)}"
         assert vocabulary(chat_format).allows(source, text)
         pieces = [text[at : at + size] for at in range(0, len(text), size)]

@@ -51,7 +51,7 @@ class XmlCallParser(MarkupParser):
 
     Args:
         schemas: of each function's parameters, by its name.
-        held: behind an opening tag a call is held to be written as templates write it, with all of its tags.
+        held: behind an opening tag calls are held to be written as templates write them, with all of their tags.
     """
 
     def __init__(self, tags: Tags, schemas: Mapping[str, Mapping[str, Any]], held: bool = False) -> None:
@@ -61,7 +61,7 @@ class XmlCallParser(MarkupParser):
         self._behind_values = (tags.parameter, tags.function_end, tags.closing, tags.function)
         self._schemas = schemas
         self._held = held
-        self._is_held = False  # the call that is being read
+        self._is_held = False  # what is being read, up to the closing tag
         self._function = ""
         self._beginnings: tuple[str, ...] = ()  # of what follows a value whose own tag is left out
         self._types: frozenset[str] = frozenset()  # of the value that is being read
@@ -83,9 +83,9 @@ class XmlCallParser(MarkupParser):
             return False
         at, tag = found
         self._open(at)
-        self._is_held = self._held and tag == self._tags.opening
         if tag == self._tags.opening:
             self._read(len(self._tags.opening))
+            self._is_held = self._held
         self._state = self._opened
         return True
 
@@ -241,13 +241,19 @@ class XmlCallParser(MarkupParser):
         return len(self._buffer) - max(held(self._buffer, each) for each in ends)
 
     def _ended(self) -> bool:
+        is_closed = self._buffer.lstrip().startswith(self._tags.closing)
         if not self._reads_closing(self._tags.closing):
             return False
+        self._is_held = self._is_held and not is_closed  # where it is not, another call may follow
         self._after_markup = True
         self._state = self._content
         return True
 
     # ----------------------------------------------------------------------------------------------------------------
+
+    def _refuse(self) -> bool:
+        self._is_held = False
+        return super()._refuse()
 
     @property
     def _is_text(self) -> bool:
