@@ -1,6 +1,7 @@
 """Grammars of calls: what they let through is read as calls whose arguments keep to the function's schema."""
 
 import cProfile
+import json
 import random
 
 import llguidance
@@ -148,6 +149,22 @@ def test_a_reply_that_calls_nothing_may_have_a_form(chat_format, special, vocabu
         assert words.allows(source, said) and words.allows(source, written(chat_format, "book", BOOKED))
         assert not words.allows(source, "Hello.") and not words.allows(source, said + "!")
         assert not words.allows(source, written(chat_format, "book", {**BOOKED, "seats": 10}))
+
+
+@pytest.mark.principal("qwen3-coder-1", "gemma4-1", "kimi-k2-1000", "llama3-7")
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("chat_format", FORMATS)
+def test_a_form_may_have_markup_in_its_texts(chat_format, size, vocabulary):
+    """A model that is asked how it calls functions writes that: with tools beside the form, and without."""
+    schema = {"properties": {"a": {"type": "string"}}, "required": ["a"]}
+    now = written(chat_format, "now", {})
+    said = json.dumps({"a": f"{together(chat_format, [('now', {})])} {now[-30:]} <|channel>thought<channel|> </think>"})
+    source = call_grammar(chat_format, CALLEES, must=True, form=form_of("json_schema", schema))
+    assert vocabulary(chat_format).allows(source, said)
+    pieces = [said[at : at + size] for at in range(0, len(said), size)]
+    for functions in (SCHEMAS, None):
+        parts = parsed(chat_format, pieces, functions, beside_form=list(functions or ()), held=True)
+        assert (text_of(parts), calls_of(parts)) == (said, [])
 
 
 @pytest.mark.parametrize(("chat_format", "special"), ALL)

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trtllm_dflash.errors import CheckpointError
-from trtllm_dflash.text.reply import gemma4, kimi_k2, minimax_m2, qwen3_coder
+from trtllm_dflash.text.reply import gemma4, kimi_k2, minimax_m2, qwen3, qwen3_coder
+from trtllm_dflash.text.reply.beside_form import BesideFormParser
 from trtllm_dflash.text.reply.llama3 import Llama3Parser, one_call_each
 from trtllm_dflash.text.reply.llama3_form import opening
 from trtllm_dflash.text.reply.parts import PlainParser, TextParser
@@ -34,6 +35,15 @@ _MARKERS: Mapping[ChatFormat, tuple[str, ...]] = {
         *(OPENING, CLOSING, kimi_k2.SECTION, kimi_k2.SECTION_END),
         *(kimi_k2.CALL, kimi_k2.CALL_ARGUMENTS, kimi_k2.CALL_END),
     ),
+}
+
+#: What replies begin with that are calls and have no form; of Gemma's, thinking before them too. Llama's are in JSON.
+_OPENINGS: Mapping[ChatFormat, tuple[str, ...]] = {
+    "qwen3": (qwen3.OPENING,),
+    "qwen3-coder": (qwen3_coder.TAGS.opening,),
+    "gemma4": (gemma4.CHANNEL, gemma4.CALL),
+    "minimax-m2": (minimax_m2.TAGS.opening,),
+    "kimi-k2": (kimi_k2.SECTION,),
 }
 
 #: How a format's template wants messages that differ from OpenAI's.
@@ -97,11 +107,13 @@ def reply_parser(
         must: the reply is held to be calls and nothing else, behind thinking that its own marker ends.
     """
     if chat_format == "gemma4":
-        return gemma4.Gemma4Parser(calls=schemas is not None)
+        reply = gemma4.Gemma4Parser(calls=schemas is not None)
+        has_form = bool(beside_form) or (held and schemas is None)
+        return BesideFormParser(reply, _openings(chat_format, beside_form)) if has_form else reply
     calls: TextParser = PlainParser()
     ends: tuple[str, ...] = ()  # of thinking, besides its own
     if schemas is not None and chat_format == "llama3":
-        calls = Llama3Parser(["".join(opening(function)) for function in beside_form])
+        calls = Llama3Parser()
     elif schemas is not None and chat_format == "qwen3":
         calls = Qwen3Parser()
     elif schemas is not None and chat_format == "qwen3-coder":
@@ -110,5 +122,14 @@ def reply_parser(
         calls, ends = XmlCallParser(minimax_m2.TAGS, schemas, held), (minimax_m2.TAGS.opening,)
     elif schemas is not None and chat_format == "kimi-k2":
         calls, ends = kimi_k2.KimiK2Parser(), (kimi_k2.SECTION,)
+    if beside_form and chat_format is not None:
+        calls = BesideFormParser(calls, _openings(chat_format, beside_form))
     thinks = thinking or chat_format in ("qwen3", "qwen3-coder", "minimax-m2", "kimi-k2")
     return ThinkingParser(calls, thinking, () if must else ends) if thinks else calls
+
+
+def _openings(chat_format: ChatFormat, functions: Sequence[str]) -> Sequence[str]:
+    """Lists what a reply begins with that is calls of these functions and has no form."""
+    if chat_format == "llama3":
+        return ["".join(opening(function)) for function in functions]
+    return _OPENINGS[chat_format]

@@ -12,26 +12,15 @@ from trtllm_dflash.text.reply.parts import TextParser
 
 
 class Llama3Parser(TextParser):
-    """Reads calls at the beginning of a reply. From the first text that is none, all is content.
+    """Reads calls at the beginning of a reply. From the first text that is none, all is content."""
 
-    Args:
-        openings: that a reply begins with if it is calls, where it may have a form instead; none: any call begins it.
-    """
-
-    def __init__(self, openings: Sequence[str] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._openings = openings
         self._call: JsonCall | None = JsonCall()
         self._spaces = ""  # before the call that is being read
         self._calls = 0
 
     def _advance(self) -> bool:
-        if self._openings and self._buffer.startswith(tuple(self._openings)):
-            self._openings = ()
-        elif self._openings:
-            if not any(opening.startswith(self._buffer) for opening in self._openings):
-                self._openings, self._call = (), None
-            return self._call is None
         if self._call is None:
             self._emit("content", self._buffer)
             self._buffer = ""
@@ -53,9 +42,7 @@ class Llama3Parser(TextParser):
         return True
 
     def _end(self) -> None:
-        if self._openings:
-            self._emit("content", self._buffer)
-        elif self._call is not None and not self._call.begun:
+        if self._call is not None and not self._call.begun:
             head = self._call.unfinished_head()
             # Spaces and a semicolon behind a call separate it from one that did not come.
             self._emit("content", self._spaces + head if head or not self._calls else "")
