@@ -308,6 +308,25 @@ def test_texts_and_thinking_that_are_held_may_have_tags_in_them(chat_format, siz
         assert calls_of(parsed(chat_format, pieces, {"f": schema}, thinking=True, held=True, must=True)) == asked
 
 
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_call_that_leaves_its_opening_out_is_held(size, vocabulary):
+    """As Qwen3-Coder's do at times; where a reply begins inside thinking, a tag of a function may be thought about."""
+    words = vocabulary("qwen3-coder")
+    first, second = (written("qwen3-coder", "book", {**BOOKED, "seats": seats}) for seats in (3, 10))
+    city = f"Rome{second.replace('</parameter>', '')}"
+    bare = first.removeprefix("<tool_call>\n").replace("Rome\n<b>", city)
+    source = call_grammar("qwen3-coder", CALLEES, must=False)
+    said = f"I book.\n{bare}\nDone."
+    assert words.allows(source, said) and words.allows(source, f"{first}\n{bare}")
+    assert not words.allows(source, second.removeprefix("<tool_call>\n"))
+    assert not words.allows(call_grammar("qwen3-coder", CALLEES, must=True), bare)
+    assert words.allows(
+        call_grammar("qwen3-coder", CALLEES, must=False, thinking=True), f"Is it <function=?</think>{first}"
+    )
+    parts = parsed("qwen3-coder", [said[at : at + size] for at in range(0, len(said), size)], SCHEMAS, held=True)
+    assert (text_of(parts), calls_of(parts)) == ("I book.Done.", [("book", {**BOOKED, "city": city})])
+
+
 def test_what_is_not_strict_is_held_as_far_as_can_be(vocabulary):
     schema = {"properties": {"a": {"type": "string", "pattern": "b"}, "n": {"not": {"const": 1}, "type": "integer"}}}
     schema["properties"]["c"] = {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^(?!x)a"}]}

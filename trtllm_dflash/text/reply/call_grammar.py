@@ -52,6 +52,8 @@ def call_grammar(
         rules = [rule.replace("start:", "calls:", 1) if rule.startswith("start:") else rule for rule in rules]
         rules += ["start: calls | form", f"form: {form}"]
     rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
+    if chat_format == "qwen3-coder":
+        rules.append("named: " + " | ".join(f"call_{number}_named" for number in range(len(functions))))
     written = 0
     for number, function in enumerate(functions):
         kept = function if function.strict else replace(function, schema=held(function.schema, strict=False))
@@ -91,6 +93,8 @@ def _start(chat_format: ChatFormat, marks: Marks, must: bool, parallel: bool, th
     if chat_format == "kimi-k2":
         section = [f"section: call{'+' if parallel else ''} {marks.one(kimi_k2.SECTION_END)}"]
         return section + _start_with(marks, kimi_k2.SECTION, "section", "", "", must, parallel, thinking)
+    if chat_format == "qwen3-coder" and not must and not thinking:
+        return _among_text(marks, qwen3.OPENING, "call", parallel, (), qwen3_coder.TAGS.function)
     return _start_with(marks, qwen3.OPENING, "call", text("\n\n"), text("\n"), must, parallel, thinking)
 
 
@@ -125,12 +129,23 @@ def _start_of_gemma4(marks: Marks, must: bool, parallel: bool, thinking: bool) -
     return [f"start: ({channel} thought)? {calls}", marks.text_up_to("thought", gemma4.CHANNEL_END)]
 
 
-def _among_text(marks: Marks, opening: str, calls: str, parallel: bool, others: tuple[str, ...]) -> list[str]:
-    """Writes the start of a reply that may have calls among other text, in which the markers `others` may stand."""
+def _among_text(
+    marks: Marks, opening: str, calls: str, parallel: bool, others: tuple[str, ...], function: str = ""
+) -> list[str]:
+    """Writes the start of a reply that may have calls among other text, in which the markers `others` may stand.
+
+    Args:
+        function: what a call begins with whose opening is left out.
+    """
     special = [marks.one(marker) for marker in others if marker in marks.special]
     before = f"(TEXT ({' | '.join(special)}))* " if special else ""
     several = "*" if parallel else "?"
-    return [f"start: ({before}opened {calls}){several} {before}rest", marks.text_up_to("opened", opening), "rest: TEXT"]
+    rules = [marks.text_up_to("opened", opening), "rest: TEXT"]
+    each = f"{before}opened {calls}"
+    if function:
+        each += " | bare named"
+        rules.append(marks.text_up_to("bare", function))
+    return [f"start: ({each}){several} {before}rest", *rules]
 
 
 def _call(chat_format: ChatFormat, marks: Marks, rule: str, function: Callee) -> list[str]:
@@ -191,9 +206,9 @@ def _xml_call(tags: Tags, rule: str, function: Callee, before: str, after: str) 
     if is_open:
         parameters.append(f"{rule}_any*")
         rules += _parameter(tags, f"{rule}_any", rf'/[^<>"\n]{{1,{LONGEST_MEMBER}}}/', more, function)
-    head = f"{before}{tags.function}{function.name}{tags.name_end}\n"
+    head = f"{function.name}{tags.name_end}\n"
     body = " ".join([text(head), *parameters, text(tags.function_end + after)])
-    return [f"{rule}: {body}", *rules]
+    return [f"{rule}: {text(before + tags.function)} {rule}_named", f"{rule}_named: {body}", *rules]
 
 
 def _parameter(tags: Tags, rule: str, name: str, schema: object, function: Callee) -> list[str]:

@@ -117,7 +117,8 @@ def reply_parser(
     elif schemas is not None and chat_format == "qwen3":
         calls = Qwen3Parser()
     elif schemas is not None and chat_format == "qwen3-coder":
-        calls, ends = XmlCallParser(qwen3_coder.TAGS, schemas, held), qwen3_coder.beginnings(schemas)
+        calls = XmlCallParser(qwen3_coder.TAGS, schemas, held, held and not thinking)
+        ends = qwen3_coder.beginnings(schemas)
     elif schemas is not None and chat_format == "minimax-m2":
         calls, ends = XmlCallParser(minimax_m2.TAGS, schemas, held), (minimax_m2.TAGS.opening,)
     elif schemas is not None and chat_format == "kimi-k2":

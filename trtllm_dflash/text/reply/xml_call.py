@@ -52,15 +52,19 @@ class XmlCallParser(MarkupParser):
     Args:
         schemas: of each function's parameters, by its name.
         held: behind an opening tag calls are held to be written as templates write them, with all of their tags.
+        bare_held: so are those that leave that tag out.
     """
 
-    def __init__(self, tags: Tags, schemas: Mapping[str, Mapping[str, Any]], held: bool = False) -> None:
+    def __init__(
+        self, tags: Tags, schemas: Mapping[str, Mapping[str, Any]], held: bool = False, bare_held: bool = False
+    ) -> None:
         super().__init__()
         self._tags = tags
         self._end_of_call = f"{tags.edge}{tags.function_end}\n{tags.closing}"  # behind the last value's own tag
         self._behind_values = (tags.parameter, tags.function_end, tags.closing, tags.function)
         self._schemas = schemas
         self._held = held
+        self._bare_held = bare_held
         self._is_held = False  # what is being read, up to the closing tag
         self._function = ""
         self._beginnings: tuple[str, ...] = ()  # of what follows a value whose own tag is left out
@@ -85,7 +89,7 @@ class XmlCallParser(MarkupParser):
         self._open(at)
         if tag == self._tags.opening:
             self._read(len(self._tags.opening))
-            self._is_held = self._held
+        self._is_held = self._held if tag == self._tags.opening else self._is_held or self._bare_held
         self._state = self._opened
         return True
 
