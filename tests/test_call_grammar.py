@@ -411,6 +411,16 @@ def test_a_function_of_any_parameters_may_be_called_with_any(chat_format, vocabu
         assert ok(schema, {}) and not ok(schema, {"a": "x"})
 
 
+@pytest.mark.parametrize("chat_format", ["gemma4", "qwen3-coder"])
+def test_names_that_are_the_models_own_are_as_long_as_are_read(chat_format, vocabulary):
+    schema = {"type": "object", "additionalProperties": True}
+    source = call_grammar(chat_format, [Callee("f", schema, strict=False)], must=True)
+    longest, longer = ({"k" * count: "x"} for count in (256, 257))
+    assert vocabulary(chat_format).allows(source, call := written(chat_format, "f", longest))
+    assert calls_of(parsed(chat_format, [call], {"f": schema})) == [("f", longest)]
+    assert not vocabulary(chat_format).allows(source, written(chat_format, "f", longer))
+
+
 def test_gemmas_grammar_grows_with_the_properties_and_no_faster(vocabulary):
     words = vocabulary("gemma4", special=True)
 

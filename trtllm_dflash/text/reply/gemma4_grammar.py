@@ -10,6 +10,7 @@ from trtllm_dflash.errors import RequestError
 from trtllm_dflash.text.reply.gemma4 import CALL_END, QUOTE
 from trtllm_dflash.text.reply.grammar_terms import REMARKS, Callee, Marks, json_value, text, unheld
 from trtllm_dflash.text.reply.held_schema import TYPES
+from trtllm_dflash.text.reply.parts import LONGEST_MEMBER
 from trtllm_dflash.text.reply.schema_parts import SHARED, referred
 
 _NAME = re.compile(r'[^\s:,{}\[\]<>"]+')  # of a member, which stands without marks
@@ -197,7 +198,7 @@ class _Arguments:
                 self._marks.text_up_to(f"{name}_inner", QUOTE),
                 f"{name}_scalar: {scalar}",
                 f'{name}_object: "{{" ({name}_member ("," {name}_member)*)? "}}"',
-                f'{name}_member: /[a-zA-Z0-9_.-]+/ ":" {name}',
+                f'{name}_member: /[a-zA-Z0-9_.-]{{1,{LONGEST_MEMBER}}}/ ":" {name}',
                 f'{name}_array: "[" ({name} ("," {name})*)? "]"',
             ]
         return self._any
