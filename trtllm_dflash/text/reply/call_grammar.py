@@ -216,6 +216,9 @@ def _parameter(tags: Tags, rule: str, name: str, schema: object, function: Calle
     head = f"{text(tags.parameter)} {name} {text(tags.name_end + tags.edge)}"
     end = f"{tags.edge}{tags.parameter_end}\n"
     choices = _choices(schema)
+    unwritable = next((choice for choice in choices if (choice + end).index(end) < len(choice)), None)
+    if unwritable is not None:
+        raise RequestError(f"{function.name!r}: this format cannot write the value {unwritable!r}", "tools")
     if choices:
         return [f"{rule}: {head} ({' | '.join(text(choice + end) for choice in choices)})"]
     if "string" in types_of(schema):

@@ -170,6 +170,8 @@ class _Arguments:
 
     def _exact(self, value: Any) -> str:
         if isinstance(value, str):
+            if QUOTE in value:
+                raise self._wrong(f"this format cannot write the value {value!r}")
             return f"({self._marks.one(QUOTE)} {text(value)} {self._marks.one(QUOTE)})" if value else self._empty_text()
         if isinstance(value, Mapping):
             members = [f"{text(name + ':')} {self._exactly(value[name])}" for name in sorted(value, key=str.lower)]
