@@ -120,6 +120,18 @@ def test_what_differs_between_prompts_is_not_held_against_the_ratio():
     assert again == found
 
 
+def test_replicates_of_replies_of_one_token_have_no_speed_and_take_no_part():
+    """Of two replies one has a speed: replicates without it are a quarter, too many for an interval."""
+    one = Measured(1, 10.0, [(0, 0, 0), (0, 1, 0)], np.array([1.0, 11]), np.ones(2), np.array([np.nan, 0.05]), True)
+    speeds, _ = one.resampled(np.array([[0, 0], [0, 1], [1, 1]]))
+    assert np.isnan(speeds[0]) and speeds[1] == speeds[2] == one.speed
+    (found,) = compare({"plain": [one]}, (10.0,), "plain")
+    assert (found.arms["plain"].value, found.arms["plain"].low) == (10.0, None)
+    many = replace(one, key=[*one.key, (0, 2, 0)] * 4, tpot=np.array([np.nan, *[0.05] * 11]))
+    many = replace(many, tokens=np.full(12, 11.0), seconds=np.ones(12))
+    assert compare({"plain": [many, one]}, (10.0,), "plain")[0].arms["plain"].low > 0
+
+
 def test_a_ratio_that_cannot_be_known_is_not_given():
     plain, draft = [made(1, 0.01, 0.1, 1)], [made(1, 0.005, 0.1, 2)]
     below, between, above = compare({"plain": plain, "draft": draft}, (20.0, 150.0, 900.0), "plain")

@@ -68,10 +68,13 @@ class Measured:
         """Computes speed and rate of each replicate; draws [replicates, requests] are indices of requests.
 
         So many clients get tokens in proportion to a request's mean tokens over its mean seconds (Little's law); at a
-        fixed rate of arrivals, in proportion to its mean tokens.
+        fixed rate of arrivals, in proportion to its mean tokens. Replicates of replies of one token have no speed: NaN.
         """
+        tpot = self.tpot[draws]
+        tells = ~np.isnan(tpot).all(axis=1)
+        speed = np.full(len(draws), np.nan)
         with np.errstate(divide="ignore"):  # a replicate of replies that came at once: faster than any speed asked
-            speed = 1 / np.nanmedian(self.tpot[draws], axis=1)
+            speed[tells] = 1 / np.nanmedian(tpot[tells], axis=1)
         weight = self.tokens[draws].mean(axis=1) / self.tokens.mean()
         if self.closed:
             weight /= self.seconds[draws].mean(axis=1) / self.seconds.mean()
@@ -160,7 +163,8 @@ def _drawn(loads: list[tuple[Floats, Floats]], speed: float) -> Floats:
     """Reads each replicate at a speed; NaN where it does not reach the speed."""
     values = []
     for i in range(REPLICATES):
-        value = rate_at([(float(speeds[i]), float(rates[i])) for speeds, rates in loads], speed).value
+        points = [(float(speeds[i]), float(rates[i])) for speeds, rates in loads if not np.isnan(speeds[i])]
+        value = rate_at(points, speed).value
         values.append(np.nan if value is None else value)
     return np.array(values)
 
