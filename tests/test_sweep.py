@@ -21,8 +21,10 @@ from trtllm_dflash.cost.acceptance import ImposedAcceptance
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.extras import pip_install
 from trtllm_dflash.output import held
+from trtllm_dflash.runtime.request import Update
 from trtllm_dflash.sweep.dataset import Dataset, Sample, read_dataset
-from trtllm_dflash.sweep.load import Reply
+from trtllm_dflash.sweep.load import Reply, Request
+from trtllm_dflash.sweep.local_target import LocalTarget
 from trtllm_dflash.sweep.pareto import Measured, compare, frontier, measured, rate_at
 from trtllm_dflash.sweep.plots import plot_acceptance
 from trtllm_dflash.sweep.report import notes, read_plan
@@ -587,6 +589,30 @@ def test_a_target_in_fp8_is_swept_and_said_to_be(tmp_path):
     succeeds("sweep", *QUICK, "--concurrency", 1, "--precision", "fp8", "--output", tmp_path)
     engine = read_results(tmp_path).engine
     assert (engine["precision"], engine["target_matrices"], engine["drafter_matrices"]) == ("fp32", "fp8", "fp32")
+
+
+def test_drafts_of_a_tree_are_counted_by_depth():
+    """Not one position for each of 31 nodes: no draft stands deeper than the 15 of a block of 16."""
+    whole = SimpleNamespace(steps=2, prompt_tokens=3)
+    updates = Update([5]), Update([6] * 4, "", 31, 3), Update([7], "", 62, 3, whole)
+
+    def submit(prompt, params, on_update, draft):
+        for update in updates:
+            on_update(update)
+
+    target = LocalTarget(SimpleNamespace(config=SimpleNamespace(block_size=16)), SimpleNamespace(submit=submit))
+    reply = asyncio.run(target.send(Request(SAMPLES.samples[0], (), SamplingParams(), "draft")))
+    assert (reply.drafted, reply.drafted_at, reply.accepted_at) == (62, [2] * 15, [1] * 3)
+
+
+def test_positions_deeper_than_a_server_counts_are_a_tree_s_nodes():
+    class Counting:
+        async def look(self, arm):
+            return Reading("trtllm-dflash", Drafts(2, 62, 3, {1: 1.0}, dict.fromkeys(range(1, 16), 2.0)))
+
+    round_ = Round.model_construct(arm="draft", drafted_at=[2] * 31, accepted_at=[1] * 3)
+    asyncio.run(Sweep._count(SimpleNamespace(_target=Counting()), round_, Reading("trtllm-dflash", Drafts())))
+    assert (round_.drafted_at, round_.accepted_at) == ([2] * 15, [1] * 3)
 
 
 @pytest.mark.slow

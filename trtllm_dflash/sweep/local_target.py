@@ -30,7 +30,8 @@ class LocalTarget(Target):
     async def send(self, request: Request) -> Reply:
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
-        reply = _Growing(lambda: loop.call_soon_threadsafe(ended.set))
+        longest = self._llm.config.block_size - 1
+        reply = _Growing(longest, lambda: loop.call_soon_threadsafe(ended.set))
         sample = request.sample
         prompt: Prompt = list(sample.token_ids) or sample.messages(request.replies)
         try:
@@ -46,11 +47,15 @@ class LocalTarget(Target):
 
 
 class _Growing:
-    """A reply, filled in on the service's thread."""
+    """A reply, filled in on the service's thread.
 
-    def __init__(self, on_end: Callable[[], object]) -> None:
+    Args:
+        longest: drafts of the longest chain; more are a tree's, which count by depth.
+    """
+
+    def __init__(self, longest: int, on_end: Callable[[], object]) -> None:
         self.reply = Reply()
-        self._on_end = on_end
+        self._longest, self._on_end = longest, on_end
 
     def take(self, update: Update) -> None:
         """Adds an update to the reply."""
@@ -67,9 +72,8 @@ class _Growing:
     def _count(self, update: Update) -> None:
         reply = self.reply
         if reply.times:
-            reply.count_step(
-                update.drafted_tokens - (reply.drafted or 0), update.accepted_tokens - (reply.accepted or 0)
-            )
+            drafted = update.drafted_tokens - (reply.drafted or 0)
+            reply.count_step(min(drafted, self._longest), update.accepted_tokens - (reply.accepted or 0))
         reply.drafted, reply.accepted = update.drafted_tokens, update.accepted_tokens
         reply.tokens += len(update.token_ids)
         reply.tokens_by_response.append(len(update.token_ids))

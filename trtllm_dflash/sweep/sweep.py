@@ -261,11 +261,13 @@ class Sweep:
 def _count(round_: Round, before: Reading, after: Reading) -> None:
     """Keeps a server's counts of drafts in a round, or, where it counts none, its average acceptance length.
 
-    Replies that tell positions tell all but ranks.
+    Replies that tell positions tell all but ranks, and how deep a tree is: they count its nodes.
     """
     drafts = after.since(before)
     if drafts is not None:
         round_.accepted_by_rank = drafts.ranks()
+        deepest = len(drafts.by_position()[0]) or None
+        round_.drafted_at, round_.accepted_at = round_.drafted_at[:deepest], round_.accepted_at[:deepest]
     if round_.drafted_at:
         return
     if drafts is None:
