@@ -266,7 +266,7 @@ def test_acceptance_is_tokens_a_step_and_shares_of_what_was_verified():
     class Drafts(FixedServer):
         async def send(self, request):
             reply = await super().send(request)
-            reply.drafted, reply.accepted, reply.steps = 30, 20, 10
+            reply.drafted, reply.accepted, reply.steps = 30, 30, 10
             for _ in range(5):
                 reply.count_step(4, 3)
                 reply.count_step(2, 0)
@@ -277,6 +277,19 @@ def test_acceptance_is_tokens_a_step_and_shares_of_what_was_verified():
     assert point.acceptance_by_position == pytest.approx([0.5, 0.5, 1.0, 0.0])
     _, plain = measure(FixedServer(), ClosedLoop(2), Amount(requests=8))
     assert plain.acceptance_length is None
+
+
+def test_tokens_of_prompts_that_are_read_again_are_no_step_s():
+    """Of 41 tokens ten steps gave 36: the prefill gave the first, and four preemptions one each."""
+
+    class Preempts(FixedServer):
+        async def send(self, request):
+            reply = await super().send(request)
+            reply.drafted, reply.accepted, reply.steps = 70, 26, 10
+            return reply
+
+    _, point = measure(Preempts(), ClosedLoop(2), Amount(requests=8))
+    assert point.acceptance_length == pytest.approx(36 / 10)
 
 
 @pytest.mark.parametrize("tells_steps", [True, False])

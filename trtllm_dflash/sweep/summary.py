@@ -291,7 +291,10 @@ def _acceptance_lengths(
         for sample, count, taken, accepted in rows:
             if taken:
                 drafted = drafted or bool(accepted)
-                tokens[categories[sample]] += count - 1
+                # The first is the prefill's, as is one more after each preemption: no step has more than its drafts
+                # and a token besides.
+                most = count if accepted is None else taken + accepted
+                tokens[categories[sample]] += min(count - 1, most)
                 steps[categories[sample]] += taken
     if not drafted or not steps:
         return None, {}
