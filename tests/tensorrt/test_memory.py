@@ -118,6 +118,28 @@ def test_what_does_not_fit_names_the_knobs() -> None:
         check_fits(make_config(max_batch=advised["max-batch"] + 1), "rtx-5090")
 
 
+def test_pages_that_do_not_fit_name_how_much_memory_they_may_take() -> None:
+    config = make_config(max_batch=256, max_seq_len=16_384, backend="torch", kv_memory=125 * GB)
+    with pytest.raises(EngineError, match=r"GB more than h200 has: use --kv-memory ") as error:
+        check_fits(config, "h200")
+    (advised,) = re.findall(r"--kv-memory (\S+)", str(error.value))
+
+    def bytes_of(gigabytes: float) -> int:
+        return check_fits(config.model_copy(update={"kv_memory": int(gigabytes * GB)}), "h200").total
+
+    assert bytes_of(float(advised))
+    with pytest.raises(EngineError):
+        bytes_of(float(advised) + 0.1)
+
+
+def test_slots_that_are_too_many_and_too_long_are_fewer_and_shorter_together() -> None:
+    config = make_config(max_batch=500, max_seq_len=40_960)
+    with pytest.raises(EngineError, match=r"has: use --max-batch (\d+) with --max-seq-len (\d+)$") as error:
+        check_fits(config, "rtx-4090")
+    slots, length = map(int, re.findall(r"--max-\S+ (\d+)", str(error.value)))
+    assert check_fits(config.model_copy(update={"max_batch": slots, "max_seq_len": length}), "rtx-4090")
+
+
 def test_too_large_a_model_asks_for_ranks_alone() -> None:
     with pytest.raises(EngineError, match=r"more than rtx-4090 has: use --tp 2 or --precision bf16$"):
         check_fits(make_config(max_batch=1, precision="fp32"), "rtx-4090")

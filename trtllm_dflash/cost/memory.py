@@ -99,7 +99,10 @@ def check_fits(config: EngineConfig, gpu: str) -> MemoryPlan:
 
 
 def _advice(config: EngineConfig, gpu: PublishedGPU) -> str:
-    """Names the knobs that would make an engine fit a GPU, each alone, with its largest value (lengths in tenths)."""
+    """Names the knobs that would make an engine fit a GPU, each alone, with its largest value (lengths in tenths).
+
+    Where none does alone, but fewer slots that are shorter too, both.
+    """
 
     def fits(**changes: int | str) -> bool:
         return fits_in(gpu.usable_bytes, config.model_copy(update=changes), gpu)
@@ -109,9 +112,25 @@ def _advice(config: EngineConfig, gpu: PublishedGPU) -> str:
     lengths = [n for n in range(config.max_seq_len - tenth, config.chunk, -tenth) if fits(max_seq_len=n)][:1]
     ranks = [n for n in _more_ranks(config) if fits(tp=n)][:1]
     knobs = {"--max-batch": [most] if most else [], "--max-seq-len": lengths, "--tp": ranks}
-    advice = [f"{knob} {value}" for knob, values in knobs.items() for value in values]
+    advice = _smaller_pages(config, gpu)
+    advice += [f"{knob} {value}" for knob, values in knobs.items() for value in values]
     advice += ["--precision bf16"] if config.precision == "fp32" and fits(precision="bf16") else []
+    if not advice:
+        halves = [(max(1, config.max_batch >> n), config.max_seq_len >> n) for n in range(1, 31)]
+        both = [(n, length) for n, length in halves if length > config.chunk and fits(max_batch=n, max_seq_len=length)]
+        advice = [f"--max-batch {n} with --max-seq-len {length}" for n, length in both[:1]]
     return "use " + " or ".join(advice or [_larger_gpu(config, gpu)])
+
+
+def _smaller_pages(config: EngineConfig, gpu: PublishedGPU) -> list[str]:
+    """Names the most memory for pages with which an engine that has such fits a GPU; nothing where none would do."""
+    if config.kv_memory is None:
+        return []
+    plan = plan_memory(config, gpu)
+    room = gpu.usable_bytes - plan.total + plan.target_cache + plan.drafter_cache + plan.states
+    hundredths = 100 * max(0, room) // GB
+    fits = fits_in(gpu.usable_bytes, config.model_copy(update={"kv_memory": hundredths * GB // 100}), gpu)
+    return [f"--kv-memory {hundredths / 100:g}"] if hundredths and fits else []
 
 
 def _more_ranks(config: EngineConfig) -> list[int]:
