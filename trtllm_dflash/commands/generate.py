@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,6 +63,7 @@ def generate(
     from trtllm_dflash.session.launcher import check_launched, end_on_interrupt, launch_ranks, launched_rank
 
     params = validated(SamplingParams, given(flags))
+    _check_sampled(flags)
     if system is not None and not chat:
         raise SettingsError("--system: a raw prompt has no system message; leave out --raw")
     if no_draft and draft_tree is not None:
@@ -101,6 +102,13 @@ def generate(
                 click.echo(json.dumps(completion.as_json()))
             else:
                 click.echo(f">>> {text}\n{completion.text}\n")
+
+
+def _check_sampled(flags: Mapping[str, Any]) -> None:
+    """Refuses flags of sampling beside none that has replies sampled: the reply would be the greedy one."""
+    for name in given({name: flags[name] for name in ("top_k", "top_p", "seed")}):
+        if flags["temperature"] is None:
+            raise SettingsError(f"{flag_of(name)}: without --temperature replies are greedy; give both")
 
 
 @contextmanager
