@@ -659,6 +659,7 @@ def test_open_loop_in_this_process(tmp_path):
         (("--shape", "tiny", "--slo-percentile", 90), "--slo-percentile: of what"),
         (("--shape", "tiny", "--api-key-file", "key"), "--api-key-file: an engine in this process has no keys"),
         (("--shape", "tiny", "--arrival", "poisson"), "--arrival goes with --rate"),
+        (("--shape", "tiny", "--top-p", 0.9), "--top-p: without --temperature replies are greedy"),
         (("--shape", "tiny", "--ramp", "2"), "--ramp: clients begin before the seconds that count"),
         (("--shape", "tiny", "--max-tokens", 5), "--prompt-tokens and --output-tokens"),
         (("--shape", "tiny", "--simulate-acceptance", 9), "a block of 8 rows commits 1 to 8"),

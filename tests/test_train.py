@@ -486,6 +486,7 @@ def test_general_prompts_are_no_larger_a_share_of_what_is_measured_on(tmp_path):
     parts = split(settings(own, general=general, general_share=0.2, held_out=0.2, evaluate_on=50))
     assert len(parts.held_out) == 50
     assert sum(record.domain == "all" for record in parts.held_out) == 10
+    assert len(split(settings(own, general=general, general_share=0.6, evaluate_on=1)).held_out) == 1
 
 
 def test_conversations_end_before_the_reply_and_thinking_has_its_share(tmp_path):
@@ -645,6 +646,7 @@ def test_wrong_input_is_refused_in_one_line(tmp_path):
         (["--taps", "-1,2"], "--taps -1,2: give layers as numbers from 0, each once: 1,9,17, or auto"),
         (["--taps", "1,1"], "--taps 1,1: give layers as numbers from 0, each once: 1,9,17, or auto"),
         (["--steps", "4", "--epochs", "2"], "--steps and --epochs: give one of them"),
+        (["--general-share", "0.3"], "--general-share goes with --general FILE"),
         (["--taps", "1,x"], "--taps 1,x: give layers as numbers from 0, each once: 1,9,17, or auto"),
         (
             ["--attention", "flex", "--device", "cpu"],

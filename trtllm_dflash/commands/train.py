@@ -70,6 +70,8 @@ def train(output: Path, from_: str | None, taps: str | None, until: str | None, 
     values = given({**flags, "from": from_, "taps": _layers(taps)})
     if "steps" in values and "epochs" in values:
         raise SettingsError("--steps and --epochs: give one of them")
+    if "general_share" in values and "general" not in values:
+        raise SettingsError("--general-share goes with --general FILE")
     settings = validated(TrainSettings, values)
     with progress_bar() as progress:
         report = phases.train(settings, output, until, progress, lambda line: click.echo(line, err=as_json))

@@ -265,6 +265,9 @@ def check_settings(settings: SweepSettings) -> None:
         raise SettingsError("--max-concurrency and --max-rate bound a search: give --slo-tps or --slo-ttft-ms, too")
     elif "slo_percentile" in settings.model_fields_set:
         raise SettingsError("--slo-percentile: of what; give --slo-tps or --slo-ttft-ms, too")
+    for name in ("top_k", "top_p"):
+        if name in settings.model_fields_set and "temperature" not in settings.model_fields_set:
+            raise SettingsError(f"--{name.replace('_', '-')}: without --temperature replies are greedy; give both")
     if settings.arrival is not None and not settings.open_loop:
         raise SettingsError("--arrival goes with --rate")
     if settings.ramp is not None and (settings.open_loop or settings.seconds is None):

@@ -57,7 +57,7 @@ def split(settings: TrainSettings) -> Split:
         seen = {record.id for record in parts.training}
         beside = settings.general_share / (1 - settings.general_share)  # of general prompts to one's own
         others = [record for record in general.training if record.id not in seen]
-        own = _first(parts.held_out, round(settings.evaluate_on * (1 - settings.general_share)))
+        own = _first(parts.held_out, max(1, round(settings.evaluate_on * (1 - settings.general_share))))
         held = {record.id for record in parts.held_out}
         others_held = [record for record in general.held_out if record.id not in held]
         parts = Split(
