@@ -579,6 +579,13 @@ def test_caches_that_do_not_fit_in_memory_name_the_knobs(checkpoints):
         LLM.from_pretrained(checkpoints / "target", None, device="cpu", max_batch=2**31 - 1)
 
 
+def test_pages_that_do_not_fit_in_memory_name_theirs(pair, tmp_path):
+    many = ("--max-batch", str(2**31 - 1), "--kv-memory", "1e9")
+    succeeds("build", *pair, *many, "--output", str(tmp_path / "engine"))
+    with pytest.raises(EngineError, match="build with a smaller --kv-memory, --max-batch or --max-seq-len"):
+        LLM.load(tmp_path / "engine", "cpu")
+
+
 @pytest.mark.parametrize("target", ["5", "[a]", "null"])
 def test_a_target_that_is_no_text_is_refused(target, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -190,9 +190,11 @@ class Session(ABC):
         try:
             return self._make_caches(shapes)
         except RuntimeError as error:  # what torch's allocators raise, on CPU and on CUDA
+            pages = config.kv_memory is not None
             raise EngineError(
                 f"there is no memory for {gigabytes(cache_bytes(config, self.paging))} of caches: {config.max_batch} "
-                f"slots of {config.max_seq_len} tokens; build with a smaller --max-batch or --max-seq-len"
+                f"slots of {config.max_seq_len} tokens; build with a smaller {'--kv-memory, ' if pages else ''}"
+                "--max-batch or --max-seq-len"
             ) from error
 
     def _make_caches(self, shapes: dict[str, tuple[int, int, int, int]]) -> dict[str, Tensor]:
