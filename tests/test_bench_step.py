@@ -266,6 +266,7 @@ def test_an_engine_directory_is_timed_within_its_own_limits(tiny_engine, tmp_pat
     assert [row["arm"] for row in report["rows"]] == ["plain", "drafted"]
     assert "--batch 64" in refusal("bench", "step", "--engine", tiny_engine, "--batch", 64)
     assert "--cache-length 5000" in refusal("bench", "step", "--engine", tiny_engine, "--cache-length", 5000)
+    assert "--steps 9999: slots of " in refusal("bench", "step", "--engine", tiny_engine, "--steps", 9999)
     assert "--precision bf16" in refusal("bench", "step", "--engine", tiny_engine, "--precision", "bf16")
 
 

@@ -417,12 +417,17 @@ def _within(
     elif max(batch) > config.max_batch:
         raise SettingsError(f"--batch {max(batch)}: the engine has {config.max_batch} slots (build --max-batch)")
     most = config.max_seq_len - 1 - settings.steps
+    if most < 1:
+        raise SettingsError(
+            f"--steps {settings.steps}: slots of {config.max_seq_len} tokens have room for fewer in a round; give it "
+            "fewer, or build with a larger --max-seq-len"
+        )
     if settings.cache_length is None:
         length = min(length, most)
     if not 1 <= length <= most:
         raise SettingsError(
             f"--cache-length {length}: with {settings.steps} steps in a round (--steps) this engine of "
-            f"{config.max_seq_len} tokens has room for {max(most, 0)}"
+            f"{config.max_seq_len} tokens has room for {most}"
         )
     return batch, length
 
