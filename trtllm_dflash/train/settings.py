@@ -7,8 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 
 from trtllm_dflash.models.decoder import Layers
 from trtllm_dflash.models.drafter import LARGEST_BLOCK
-from trtllm_dflash.models.rope import PositiveNumber
-from trtllm_dflash.runtime.request import Temperature
+from trtllm_dflash.runtime.request import MaxTokens, Temperature
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 
@@ -42,8 +41,8 @@ class TrainSettings(BaseModel):
     thinking: Annotated[float, Field(ge=0, le=1)] | None = None  # of the prompts; None: as the target's template does
     temperature: Temperature | None = None  # None: the target's own generation_config.json
     max_seq_len: Annotated[int, Field(ge=16)] | None = None  # prompt and reply; default: 4096, or what the target takes
-    max_tokens: PositiveInt = 2048  # of a reply
-    max_batch: PositiveInt = 32  # replies at a time
+    max_tokens: MaxTokens = 2048  # of a reply
+    max_batch: Annotated[int, Field(gt=0, lt=2**31)] = 32  # replies at a time
     # The recipe.
     objective: Literal["ce", "kd", "greedy"] = "ce"  # see `train.loss` and `train.anchors`
     weighting: Literal["dpace", "exponential"] = "dpace"
@@ -54,7 +53,7 @@ class TrainSettings(BaseModel):
     rate: Annotated[float, Field(gt=0, le=1)] | None = None  # default: 6e-4, and 1e-4 with --from
     epochs: PositiveInt = 6
     steps: PositiveInt | None = None  # instead of epochs
-    hours: PositiveNumber | None = None  # of training, at most
+    hours: Annotated[float, Field(gt=0, le=1e6)] | None = None  # of training, at most
     evaluate_every: PositiveInt | None = None  # steps; default: a twentieth of all
     save_every: PositiveInt = 500  # steps
     patience: PositiveInt = 5  # evaluations without a better one, after which training ends
