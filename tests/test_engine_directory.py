@@ -150,6 +150,8 @@ def test_another_engine_at_the_output_is_replaced_only_by_force(pair, tmp_path):
     pair = (*pair, "--backend", "torch")
     assert succeeds("build", *pair, "--output", output).endswith(f"{output}: built\n")
     assert succeeds("build", *pair, "--output", output).endswith(f"{output}: up to date\n")
+    around = output.parent / "nowhere" / ".." / output.name
+    assert succeeds("build", *pair, "--output", around).endswith(f"{output}: up to date\n")
     before = contents(output)
     line = refusal("build", *pair, "--output", output, "--chunk", 7)
     assert str(output) in line

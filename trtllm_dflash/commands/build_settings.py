@@ -1,5 +1,6 @@
 """A build's settings and its folder, for the commands that build."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,4 +30,7 @@ def build_settings(
 
 def engine_folder(settings: "BuildSettings", output: Path | None) -> Path:
     """Choose where the engine goes: `--output`, or engines/NAME."""
-    return output or _ENGINES / settings.name
+    folder = output or _ENGINES / settings.name
+    if ".." in folder.parts and not folder.parent.exists():  # of a folder that is not there, in which nothing is found
+        return Path(os.path.realpath(folder))
+    return folder
