@@ -105,8 +105,11 @@ def generate(
 
 
 def _check_sampled(flags: Mapping[str, Any]) -> None:
-    """Refuses flags of sampling beside none that has replies sampled: the reply would be the greedy one."""
-    for name in given({name: flags[name] for name in ("top_k", "top_p", "seed")}):
+    """Refuses flags of sampling beside none that has replies sampled: the reply would be the greedy one.
+
+    A seed is none: a greedy reply is the same with any.
+    """
+    for name in given({name: flags[name] for name in ("top_k", "top_p")}):
         if flags["temperature"] is None:
             raise SettingsError(f"{flag_of(name)}: without --temperature replies are greedy; give both")
 
