@@ -243,6 +243,7 @@ def norms(dtype: torch.dtype) -> None:
             weight = normal(size, dtype=kind)
             kernels.rms_norm(x[:, 1:], weight, EPSILON)
             kernels.add_rms_norm(x, y, weight, EPSILON)
+            kernels.add_parts_norm(x, normal(3, 2, 5, size, dtype=torch.float32), weight, EPSILON)
             kernels.add_normed(x, weight, EPSILON, y, y.view(-1)[:1])
             kernels.add_normed(x, weight, EPSILON, scale=0.5)
             kernels.quantize_rows(x.view(10, size), kernels.Norm(weight, EPSILON))
@@ -526,8 +527,10 @@ def attention(dtype: torch.dtype) -> None:
             attend(dtype, size, scales, [40, 0, 2049], rows=32, group=5, window=30)
             for slots in many:
                 attend(dtype, size, scales, [200] * slots, rows=16, group=8)
-            # More (slot, head)s than ranges, and an idle slot.
+            # More (slot, head)s than ranges, and an idle slot: equal ones, and others that are dealt out.
             attend(dtype, size, scales, [0] + [130] * processors, rows=32, group=8, has_sinks=True)
+            for slots in (28, 44):
+                attend(dtype, size, scales, [0] + [130 + 61 * i % 300 for i in range(slots)], rows=32, group=8)
             for page_rows in (64, 192):
                 attend_flat(dtype, size, scales, [(700, 5), (0, 0), (63, 1), (64, 16)], 16, page_rows)
                 attend_flat(dtype, size, scales, [(700, 5), (0, 0), (3, 1)], 8, page_rows, block=True)

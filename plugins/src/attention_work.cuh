@@ -276,6 +276,12 @@ struct Division
         }
     }
 
+    // Tiles that a range of whole (slot, head)s may have.
+    __device__ __forceinline__ int most_dealt() const
+    {
+        return each + max(each / 16, kUneven);
+    }
+
     // Units are ranges where these are apart, else tiles.
     __device__ __forceinline__ int unit() const
     {
@@ -309,7 +315,18 @@ struct Deal
         , runs(division.used)
     {
         rounds = Quotient(w.ranges).up(runs);
-        ranges = Quotient(rounds).up(runs);
+        ranges = Quotient(max(rounds, 1)).up(runs);
+    }
+
+    // Whether ranges of whole ones, were they equally long, would be short enough.
+    __device__ __forceinline__ bool may_be_worth(Work const& w, Division const& division) const
+    {
+        return rounds > 1 && rounds <= kMostRounds && w.p.slots <= kMostSlots && !division.is_whole
+            && division.units <= division.most_dealt() * ranges;
+    }
+
+    __device__ __forceinline__ void sort(Work const& w, Division const& division)
+    {
         int const lane = threadIdx.x % 32;
         sorted[0] = division.tiles[0] * kMostSlots + lane;
         sorted[1] = division.tiles[1] * kMostSlots + lane + 32;
@@ -328,16 +345,16 @@ struct Deal
                     sorted[0] = larger;
                     continue;
                 }
-                sorted[0] = sort(sorted[0], lane, step, run);
+                sorted[0] = exchange(sorted[0], lane, step, run);
                 if (is_long)
                 {
-                    sorted[1] = sort(sorted[1], lane + 32, step, run);
+                    sorted[1] = exchange(sorted[1], lane + 32, step, run);
                 }
             }
         }
     }
 
-    static __device__ __forceinline__ int sort(int own, int nth, int step, int run)
+    static __device__ __forceinline__ int exchange(int own, int nth, int step, int run)
     {
         int const other = __shfl_xor_sync(0xffffffffu, own, step);
         return !(nth & step) == !(nth & run) ? max(own, other) : min(own, other);
@@ -356,7 +373,7 @@ struct Deal
         return place < runs && round < rounds ? found / kMostSlots : 0;
     }
 
-    // Whether ranges, of which 32 are looked at, are at most so much longer than equal ones as dividing costs.
+    // Whether ranges, of which 32 are looked at, are short enough.
     __device__ __forceinline__ bool is_worth(Division const& division) const
     {
         int const lane = threadIdx.x % 32;
@@ -369,7 +386,7 @@ struct Deal
             most += of(lane * ranges / 32, round, index, head);
         }
         most = __reduce_max_sync(0xffffffffu, most);
-        return most <= division.each + max(division.each / 16, kUneven);
+        return most <= division.most_dealt();
     }
 };
 
@@ -516,10 +533,10 @@ struct Span
     {
         Division const division(w, segments);
         each = division.each;
-        if (hand && division.used > w.ranges && division.used <= Deal::kMostRounds * w.ranges && !division.is_whole
-            && w.p.slots <= Deal::kMostSlots)
+        Deal deal(w, division);
+        if (hand && deal.may_be_worth(w, division))
         {
-            Deal const deal(w, division);
+            deal.sort(w, division);
             if (deal.is_worth(division))
             {
                 take(w.p, segments, deal, range, hand);
