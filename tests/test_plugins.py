@@ -457,16 +457,19 @@ def test_rows_go_to_the_kernel_for_so_many_where_the_weight_is_one_of_its_kinds(
 
 
 @pytest.mark.parametrize(
-    ("rows", "outputs", "has_bias", "in_parts"),
+    ("rows", "outputs", "has_bias", "dtype", "in_parts"),
     [
-        (129, 4096, False, True),
-        (256, 4096, False, True),
-        (257, 4096, False, False),  # as a whole it is as fast
-        (256, 2048, False, False),  # and parts of so few outputs leave multiprocessors idle
-        (256, 4096, True, False),
+        (129, 4096, False, torch.bfloat16, True),
+        (256, 4096, False, torch.float16, True),
+        (257, 4096, False, torch.bfloat16, False),  # as a whole it is as fast
+        (256, 2048, False, torch.bfloat16, False),  # and parts of so few outputs leave multiprocessors idle
+        (256, 4096, True, torch.bfloat16, False),
+        (256, 4096, False, torch.float32, False),  # a hybrid's, whose norm is torch's
     ],
 )
-def test_a_product_in_parts_is_added_up_where_the_stream_is_next_read(rows, outputs, has_bias, in_parts, monkeypatch):
+def test_a_product_in_parts_is_added_up_where_the_stream_is_next_read(
+    rows, outputs, has_bias, dtype, in_parts, monkeypatch
+):
     def add_parts_norm(x, parts, weight, eps):
         taken.append(parts.shape)
         return TorchOps({"n.weight": weight}, {}).add_rms_norm("n", x, parts.sum(dim=0).to(x.dtype), eps)
@@ -485,8 +488,8 @@ def test_a_product_in_parts_is_added_up_where_the_stream_is_next_read(rows, outp
     generator = torch.Generator().manual_seed(3)
     shapes = {"a.weight": (outputs, 256), "n.weight": (outputs,), "b.weight": (16, outputs), "c.weight": (8, outputs)}
     shapes |= {"a.bias": (outputs,)} if has_bias else {}
-    weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
-    x, y = (torch.randn(1, rows, size, generator=generator).bfloat16() for size in (outputs, 256))
+    weights = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    x, y = (torch.randn(1, rows, size, generator=generator).to(dtype) for size in (outputs, 256))
     ops, by_torch = rowless_ops(weights), TorchOps(weights, {})
     found, expected = ops.add_product("a", x, y), by_torch.add_product("a", x, y)
     assert found.pending.shape == ((2, 1, rows, outputs) if in_parts else (1, rows, outputs))

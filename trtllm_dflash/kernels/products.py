@@ -185,7 +185,8 @@ def count_parts(x: Tensor, weight: Tensor) -> int:
     """Counts the parts of its columns in which x [..., I] is best multiplied by weight [O, I]; 1: as a whole."""
     rows, outputs = x.numel() // x.shape[-1], weight.shape[0]
     tiles = math.ceil(rows / _TILE) * math.ceil(outputs / _TILE)
-    if not _HAS_OUT_TYPE or not WIDE_ROWS < rows <= _PARTED_ROWS or x.shape[-1] % (2 * _TILE):
+    fits = WIDE_ROWS < rows <= _PARTED_ROWS and x.shape[-1] % (2 * _TILE) == 0
+    if not fits or not _HAS_OUT_TYPE or x.dtype not in HALVES or not is_hopper(x.device):
         return 1
     count = processors(x.device)
     return 2 if _PARTED_LOAD * count <= 2 * tiles <= count else 1
