@@ -418,8 +418,7 @@ __global__ void __launch_bounds__(32 * kWarps, most_blocks_per_sm(D)) attend_ker
     int const warp_n = warp / kWarpsM;
     int const range = blockIdx.x / w.row_blocks;
     int const row_block = blockIdx.x % w.row_blocks;
-    __shared__ Dealt hands[kWarps][Deal::kMostRounds];
-    Span const span(w, Segments(w.p), range, hands[warp]);
+    Span const span(w, Segments(w.p), range);
     bool const announces = row_block == 0 && threadIdx.x == 0;
     if (span.tiles == 0)
     {

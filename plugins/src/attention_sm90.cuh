@@ -27,6 +27,7 @@ constexpr int kRows = 64; // packed rows of a warpgroup
 constexpr int kConsumers = 256; // threads
 // What the compiler may count on: it leaves registers for blocks of the kernels before and after this one.
 constexpr int kMostThreads = 384;
+static_assert(kMostThreads <= 32 * kMostWarps);
 // Of heads of 256 the output alone takes 128 registers a thread: a whole warpgroup asks for tiles, and gives its own.
 constexpr int kLoaderRegisters = 40;
 constexpr int kMainloopRegisters = 232;
@@ -489,7 +490,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     {
         inputs.init(kSharedTiles ? 8 : 4);
     }
-    Span const span = wait_for_span(w);
+    Span const span = wait_for_span<kGivesRegisters<D> ? 32 : 64>(w);
     bool const computes = threadIdx.x < kConsumers;
     if constexpr (kGivesRegisters<D>)
     {

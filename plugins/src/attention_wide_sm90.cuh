@@ -345,7 +345,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) attend_wide_kernel(
     {
         inputs.init();
     }
-    Span const span = wait_for_span(w);
+    Span const span = wait_for_span<32>(w);
     if (threadIdx.x < kConsumers)
     {
         take_registers<kMainloopRegisters>();

@@ -119,40 +119,47 @@ __device__ __forceinline__ int tiles_of(dflash_attention_params const& p, Segmen
     return (s.length + kTile - 1) / kTile - first_tile_of(p, s);
 }
 
-// Segments by index, by all lanes of a warp: each holds one of the first 32 and one of the next, read once.
-struct Segments
+// Segments by index, by all lanes of a warp: each holds one of the first 32, read once, and of kMost one of the next.
+template <int kMost>
+struct HeldSegments
 {
-    static constexpr int kHeld = 64;
+    static_assert(kMost == 32 || kMost == 64);
+    static constexpr int kHeld = kMost;
 
     dflash_attention_params const& p;
     Segment own;
     Segment further; // by 32
 
-    __device__ explicit Segments(dflash_attention_params const& params)
+    __device__ explicit HeldSegments(dflash_attention_params const& params)
         : p(params)
-        , own(read(threadIdx.x % 32))
-        , further(read(threadIdx.x % 32 + 32))
+        , own(read(0))
+        , further(kHeld > 32 ? read(32) : Segment{})
     {
     }
 
-    __device__ Segment read(int index) const
+    __device__ Segment read(int first) const
     {
+        int const index = first + static_cast<int>(threadIdx.x % 32);
         return index < p.slots ? segment_of(p, index) : Segment{};
     }
 
     // Reads them again; whether any is another one now.
     __device__ bool renew()
     {
-        Segment const before = own;
-        Segment const further_before = further;
-        own = read(threadIdx.x % 32);
-        further = read(threadIdx.x % 32 + 32);
-        return __any_sync(0xffffffffu, !are_same(own, before) || !are_same(further, further_before));
+        bool is_new = renew(own, 0);
+        if constexpr (kHeld > 32)
+        {
+            is_new |= renew(further, 32);
+        }
+        return __any_sync(0xffffffffu, is_new);
     }
 
-    static __device__ __forceinline__ bool are_same(Segment const& x, Segment const& y)
+    __device__ bool renew(Segment& held, int first) const
     {
-        return x.slot == y.slot && x.first_row == y.first_row && x.rows == y.rows && x.length == y.length;
+        Segment const before = held;
+        held = read(first);
+        return held.slot != before.slot || held.first_row != before.first_row || held.rows != before.rows
+            || held.length != before.length;
     }
 
     // A segment of the lane's own.
@@ -169,11 +176,13 @@ struct Segments
             return segment_of(p, index);
         }
         constexpr unsigned kAll = 0xffffffffu;
-        Segment const held = index < 32 ? own : further;
+        Segment const held = kHeld == 32 || index < 32 ? own : further;
         return {__shfl_sync(kAll, held.slot, index % 32), __shfl_sync(kAll, held.first_row, index % 32),
             __shfl_sync(kAll, held.rows, index % 32), __shfl_sync(kAll, held.length, index % 32)};
     }
 };
+
+using Segments = HeldSegments<32>;
 
 // Quotients by one number, without the code of a division: exact below 2^20. Divided are tiles times KV heads, and what
 // a slot's rows give, by eight.
@@ -217,7 +226,8 @@ struct Division
 
     // Called by all lanes of a warp. Tiles are counted, and then ranges of some sizes, by one loop: code that runs once
     // takes longer to come than to run.
-    __device__ __forceinline__ Division(Work const& w, Segments const& segments)
+    template <int kHeld>
+    __device__ __forceinline__ Division(Work const& w, HeldSegments<kHeld> const& segments)
     {
         int most = 0;
 #pragma unroll 1
@@ -301,7 +311,7 @@ struct Dealt
 // that ranges get almost equally many tiles, and leave nothing to combine. By all lanes of a warp.
 struct Deal
 {
-    static constexpr int kMostSlots = Segments::kHeld;
+    static constexpr int kMostSlots = 64;
     static constexpr int kMostRounds = 4;
 
     int kv_heads;
@@ -319,9 +329,9 @@ struct Deal
     }
 
     // Whether ranges of whole ones, were they equally long, would be short enough.
-    __device__ __forceinline__ bool may_be_worth(Work const& w, Division const& division) const
+    __device__ __forceinline__ bool may_be_worth(Division const& division) const
     {
-        return rounds > 1 && rounds <= kMostRounds && w.p.slots <= kMostSlots && !division.is_whole
+        return rounds > 1 && rounds <= kMostRounds && !division.is_whole
             && division.units <= division.most_dealt() * ranges;
     }
 
@@ -399,9 +409,9 @@ struct Found
 };
 
 // count: units of one of a segment's heads. By all lanes of a warp; unit must be below the sum of all.
-template <typename Count>
+template <int kHeld, typename Count>
 __device__ __forceinline__ Found find_segment(
-    dflash_attention_params const& p, Segments const& segments, int unit, Count const& count)
+    dflash_attention_params const& p, HeldSegments<kHeld> const& segments, int unit, Count const& count)
 {
     int const lane = threadIdx.x % 32;
     int before = 0;
@@ -441,8 +451,9 @@ struct Cursor
     Cursor() = default;
 
     // Called by all lanes of a warp; unit must be below the sum of all.
+    template <int kHeld>
     __device__ __forceinline__ Cursor(
-        dflash_attention_params const& p, Segments const& segments, Division const& division, int unit)
+        dflash_attention_params const& p, HeldSegments<kHeld> const& segments, Division const& division, int unit)
     {
         Quotient const quotient(division.unit());
         Found const found
@@ -529,17 +540,20 @@ struct Span
     Span() = default;
 
     // Called by all lanes of a warp. hand: what whole (slot, head)s are dealt to, the warp's own; null: none are.
-    __device__ __forceinline__ Span(Work const& w, Segments const& segments, int range, Dealt* hand = nullptr)
+    template <int kHeld>
+    __device__ __forceinline__ Span(
+        Work const& w, HeldSegments<kHeld> const& segments, int range, Dealt* hand = nullptr)
     {
+        static_assert(kHeld <= Deal::kMostSlots);
         Division const division(w, segments);
         each = division.each;
         Deal deal(w, division);
-        if (hand && deal.may_be_worth(w, division))
+        if (hand && w.p.slots <= kHeld && deal.may_be_worth(division))
         {
             deal.sort(w, division);
             if (deal.is_worth(division))
             {
-                take(w.p, segments, deal, range, hand);
+                take(w.p, deal, range, hand);
                 return;
             }
         }
@@ -552,8 +566,7 @@ struct Span
     }
 
     // Takes the whole (slot, head)s that are dealt to a range: a lane finds each.
-    __device__ __forceinline__ void take(
-        dflash_attention_params const& p, Segments const& segments, Deal const& deal, int range, Dealt* hand)
+    __device__ __forceinline__ void take(dflash_attention_params const& p, Deal const& deal, int range, Dealt* hand)
     {
         if (range >= deal.ranges)
         {
@@ -588,14 +601,15 @@ __device__ __forceinline__ void ask_for_sinks(dflash_attention_params const& p)
 }
 
 // A block's range. Until the wait, which is here, segments are a guess, for a kernel before this one may be writing
-// them; but mostly a right one, and what follows from them takes longer than the look whether they have changed. By all
-// threads of the block.
+// them; but mostly a right one, and what follows from them takes longer than the look whether they have changed. kHeld:
+// as many as there are registers for. By all threads of the block.
+template <int kHeld>
 __device__ __forceinline__ Span wait_for_span(Work const& w)
 {
     __shared__ Dealt hands[kMostWarps][Deal::kMostRounds];
     ask_for_sinks(w.p);
-    Segments segments(w.p);
-    bool const can_guess = w.p.slots <= Segments::kHeld; // then all is in registers
+    HeldSegments<kHeld> segments(w.p);
+    bool const can_guess = w.p.slots <= kHeld; // then all is in registers
     bool is_new = can_guess;
     Span span;
 #pragma unroll 1
