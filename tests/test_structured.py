@@ -245,6 +245,7 @@ def test_a_grammar_that_cannot_be_followed_ends_its_reply_alone(loaded, replies,
     assert [str(s.error) for s in sequences[2:]] == ["structured: cannot be followed"] * 4
     assert [len(s.token_ids) for s in sequences[2:]] == [0, 1, 0, 1]
     assert len(runs) == sum(scheduler.statistics.steps.values())
+    assert scheduler.statistics.requests == {"completed": 2}  # what a client asked for is no failure of the server
 
 
 def test_a_reply_that_has_ended_needs_no_grammar_that_can_be_followed(loaded, replies, monkeypatch):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal
 
-from trtllm_dflash.errors import CancelledError, DeadlineError, ShutdownError
+from trtllm_dflash.errors import CancelledError, DeadlineError, RequestError, ShutdownError
 from trtllm_dflash.runtime.request import Sequence
 from trtllm_dflash.runtime.verified import AcceptedRanks, VerifiedDrafts
 
@@ -192,10 +192,12 @@ class Statistics:
         self.prefix_hits += reused > 0
 
     def count_end(self, sequence: Sequence) -> None:
-        """Counts a sequence that has ended, by its finish reason or error."""
+        """Counts a sequence that has ended, by its finish reason or error; none whose request is wrong itself."""
         if sequence.error is not None:
             kinds: dict[type, str] = {CancelledError: "cancelled", ShutdownError: "cancelled", DeadlineError: "expired"}
-            self.requests[kinds.get(type(sequence.error), "failed")] += 1
+            kind = kinds.get(type(sequence.error), "failed")
+            if kind != "failed" or not isinstance(sequence.error, RequestError):
+                self.requests[kind] += 1
             return
         self.requests["completed"] += 1
         times = sequence.times
