@@ -59,6 +59,11 @@ class Door:
         if self._key is None and origin is not None and origin not in self._origins and scope["path"] != "/health":
             page = origin[:128]
             message = f"web pages of {page} may not use this server: serve --openai-origin {page}, or with an API key"
+            if page == "null":  # which would be every file and many a frame
+                message = (
+                    "web pages without an origin, such as files, may not use this server: open them over HTTP, and "
+                    "name their origin by --openai-origin"
+                )
             await refusal(ApiError(403, message, None, "origin_not_allowed"))(scope, receive, send_with_id)
         elif scope["path"] != "/health" and not self._admits(headers.get("authorization", "")):
             error = ApiError(
