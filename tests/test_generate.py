@@ -70,6 +70,8 @@ def test_one_prompt_streams_the_text_that_json_has(command):
 
 def test_a_prompt_may_come_from_standard_input(command):
     assert succeeds(*command, "--prompt", "-", stdin=PROMPT) == succeeds(*command, "--prompt", PROMPT)
+    (row,) = rows(succeeds(*command, "--prompt", "-", "--json", stdin="\ufeffhi"))  # marked, as by Windows
+    assert row["prompt_tokens"] == rows(succeeds(*command, "--prompt", "hi", "--json"))[0]["prompt_tokens"]
 
 
 def test_a_file_of_json_lines_gives_one_object_a_line_in_order(command, tmp_path):

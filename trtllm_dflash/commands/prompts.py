@@ -40,7 +40,7 @@ def _read_standard_input() -> str:
     if sys.stdin is None:
         raise SettingsError("--prompt -: standard input is closed")
     try:
-        text = sys.stdin.read()
+        text = sys.stdin.read().removeprefix("\ufeff")  # the mark that some programs begin with, as in files
     except UnicodeDecodeError as error:
         raise SettingsError(f"--prompt -: {why_unreadable(error)}") from None
     if not text.strip():  # of a pipe whose other end has failed, say
