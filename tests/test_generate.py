@@ -12,6 +12,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -405,6 +406,7 @@ def test_a_prompt_may_be_text_or_a_conversation_or_token_ids(tiny):
     assert completions[0].token_ids == completions[1].token_ids == completions[2].token_ids
     assert completions[0].text == tiny.codec.decode(completions[0].token_ids)
     assert {completion.prompt_tokens for completion in completions} == {len(tiny.encode(conversation))}
+    assert tiny.encode(list(np.arange(5, 9))) == [5, 6, 7, 8]  # NumPy's whole numbers too
 
 
 @pytest.fixture(scope="module")
@@ -561,6 +563,7 @@ def test_leaving_the_with_block_closes_the_engine(tiny_engine):
         ([0] * 2048, "2048 tokens"),
         (None, "prompt"),
         ([1, "a"], "messages"),
+        ([1, True], "messages"),
         ([{"role": "user"}], "messages"),
         ({"role": "user", "content": "a"}, "messages"),
     ],

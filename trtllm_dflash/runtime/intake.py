@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from trtllm_dflash.engine.config import EngineConfig
@@ -143,8 +144,8 @@ class Intake:
         tools: list[dict[str, Any]] | None,
         most: int | None,
     ) -> list[int]:
-        if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
-            return list(prompt)  # type: ignore[arg-type]
+        if isinstance(prompt, list) and all(map(_is_token, prompt)):
+            return [int(token) for token in prompt]  # type: ignore[arg-type]
         if self._codec is None:
             raise RequestError("this engine has no tokenizer (tokenizer.json); give token ids")
         try:
@@ -247,6 +248,11 @@ class Intake:
 
 def _is_chat(prompt: Prompt) -> bool:
     return not isinstance(prompt, str) and any(isinstance(part, dict) for part in prompt)
+
+
+def _is_token(token: object) -> bool:
+    """Whether that is a whole number, NumPy's too; to Python, true and false are."""
+    return type(token) is int or (isinstance(token, Integral) and not isinstance(token, bool))
 
 
 def _is_message(message: object) -> bool:
