@@ -252,6 +252,7 @@ def nested(key, times=600):
         ("gemma4", {"properties": {"a": {"type": "array", "maxItems": "3"}}}, "'f': #/properties/a/maxItems is no"),
         ("gemma4", {"properties": {"a": {"items": [{}, {}]}}}, "'f': #/properties/a/items cannot be held"),
         ("gemma4", {"properties": {"a": {"items": {}, "minItems": -1}}}, "'f': #/properties/a/minItems is no"),
+        ("gemma4", {"properties": {"a": {"oneOf": [{"type": "number"}, {"type": "integer"}]}}}, "oneOf cannot be held"),
         ("gemma4", {"properties": {"a": {"type": [{}]}}}, "'f': #/properties/a/type is no JSON schema's"),
         ("gemma4", {"$ref": "#/$defs/0", "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(600)}}, DEEP),
         ("gemma4", {"properties": {"a": nested("items")}}, DEEP),
@@ -506,9 +507,11 @@ def test_gemmas_notation_is_held_to_each_kind_of_schema(vocabulary):
         "free": {"type": "object"},
         "list": {"type": "array", "maxItems": 0},
         "one": {"type": "array", "maxItems": 1},
+        "tagged": {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]},
         "tree": {"$ref": "#/$defs/tree"},
     }
-    schema = {"properties": kinds, "$defs": {"tree": tree}}
+    tagged = {tag: {"type": "object", "properties": {"tag": {"const": tag}}, "required": ["tag"]} for tag in ("a", "b")}
+    schema = {"properties": kinds, "$defs": {"tree": tree, **tagged}}
     source = call_grammar("gemma4", [Callee("f", schema, strict=True)], must=True, special=words.special)
 
     def ok(arguments):
@@ -517,6 +520,7 @@ def test_gemmas_notation_is_held_to_each_kind_of_schema(vocabulary):
     for arguments in (
         {},
         {"any": [{"a": "}"}, 1.5, False], "tree": {"more": {"leaf": -2, "more": {}}}},
+        {"tagged": {"tag": "b"}},
         {"boolean": True, "choice": {"k": "v"}, "either": ["a", "b", "c"], "free": {"q": ["r"]}, "list": []},
         {"choice": "x", "either": 7},
         {"choice": [1]},

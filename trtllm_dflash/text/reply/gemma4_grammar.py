@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from trtllm_dflash.errors import RequestError
+from trtllm_dflash.text.reply.byte_matcher import byte_matcher
 from trtllm_dflash.text.reply.gemma4 import CALL_END, QUOTE
 from trtllm_dflash.text.reply.grammar_terms import REMARKS, Callee, Marks, json_value, text, unheld
 from trtllm_dflash.text.reply.held_schema import TYPES
 from trtllm_dflash.text.reply.parts import LONGEST_MEMBER
-from trtllm_dflash.text.reply.schema_parts import SHARED, referred
+from trtllm_dflash.text.reply.schema_parts import SHARED, referred, standing_alone
 
 _NAME = re.compile(r'[^\s:,{}\[\]<>"]+')  # of a member, which stands without marks
 _CHOICES = ("anyOf", "oneOf")
@@ -74,7 +75,10 @@ class _Arguments:
             if key in schema:
                 self._check(schema, frozenset(), place)
                 inner = self._list(schema[key], f"{place}/{key}")
-                return "(" + " | ".join(self.value(one, f"{place}/{key}/{at}") for at, one in enumerate(inner)) + ")"
+                each = [self.value(one, f"{place}/{key}/{at}") for at, one in enumerate(inner)]
+                if key == "oneOf" and self._function.strict and not self._are_apart(inner):
+                    raise unheld(self._function, f"{place}/{key}")
+                return "(" + " | ".join(each) + ")"
         named = schema.get("type")
         if named is None:
             named = next((kind for kind, keys in _HELD.items() if keys & schema.keys()), None)
@@ -88,6 +92,16 @@ class _Arguments:
             raise self._wrong(f"{place}/type is no JSON schema's{said}")
         kinds = [kind for kind in TYPES if kind in named]  # each once
         return self._one_of([self._of_type(kind, schema, place) for kind in kinds])
+
+    def _are_apart(self, schemas: Sequence[Any]) -> bool:
+        """Whether no value keeps to two of these schemas, as far as llguidance tells: any of them is one of them."""
+        root = {"type": "object", **self._function.schema}
+        found = [referred(one["$ref"], root) if isinstance(one, Mapping) and "$ref" in one else one for one in schemas]
+        choice = {"oneOf": found}
+        if '"$ref"' in json.dumps(choice):
+            choice = standing_alone(choice, root)
+        value = json_value(choice, strict=True)
+        return not byte_matcher(f"%llguidance {{}}\nstart: value\nvalue: {value}\n").get_error()
 
     def _of_type(self, kind: str, schema: Mapping[str, Any], place: str) -> str:
         if kind == "object":
