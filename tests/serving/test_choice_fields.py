@@ -7,7 +7,7 @@ from trtllm_dflash import SamplingParams, Structured
 from trtllm_dflash.errors import RequestError
 from trtllm_dflash.runtime.request import TokenLogprobs
 from trtllm_dflash.serving.choice_fields import choice_tensors, choice_values, logprob_arrays, read_logprobs
-from trtllm_dflash.serving.parameters import Fields
+from trtllm_dflash.serving.parameters import Fields, parse_request
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, "\u00e9"]}}}
 
@@ -59,6 +59,14 @@ def test_a_wrong_tensor_is_refused_by_its_name(tensors, refusal):
 
     with pytest.raises(RequestError, match=f"^{refusal}"):
         choice_values(Fields({name: made(value) for name, value in tensors.items()}))
+
+
+@pytest.mark.parametrize("missing", ["input_ids", "input_lengths", "request_output_len"])
+def test_a_tensor_that_is_missing_is_named(missing):
+    tensors = {name: np.array([[1]], np.int32) for name in ("input_ids", "input_lengths", "request_output_len")}
+    del tensors[missing]
+    with pytest.raises(RequestError, match=f"^{missing}: missing$"):
+        parse_request(Fields(tensors), decoupled=True, echo=True, choices={})
 
 
 @pytest.mark.parametrize("most", [0, 2])

@@ -195,6 +195,8 @@ def parse_request(fields: Fields, decoupled: bool, echo: bool, choices: Mapping[
 
 
 def _prompt_ids(fields: Fields) -> list[int]:
+    for field in ("input_ids", "input_lengths"):
+        fields.require(field)
     ids = fields.row("input_ids")
     if fields.scalar("input_lengths") != len(ids):
         raise fields.refusal("input_lengths", f"{fields.scalar('input_lengths')}, but input_ids has {len(ids)}")
