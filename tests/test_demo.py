@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from tests.conftest import run, succeeds
+from tests.conftest import refusal, run, succeeds
 from trtllm_dflash import SamplingParams
 from trtllm_dflash.pairs.prompts import read_prompts
 
@@ -34,6 +34,20 @@ def outputs(tmp_path_factory):
     compiled = {"tiny-sm120"} if find_spec("tensorrt_rtx") else set()
     assert {path.name for path in (folder / "engines").iterdir()} == {"tiny"} | compiled
     return printed
+
+
+def test_what_is_no_engine_is_refused_before_the_demo_without_a_flag_that_it_lacks(tmp_path, monkeypatch):
+    (tmp_path / "mine").write_text("mine")
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    said = "is not an engine directory, which would be replaced; use another --output"
+    assert refusal("demo", "--output", tmp_path / "mine") == f"error: {tmp_path / 'mine'}: {said}"
+    if find_spec("tensorrt_rtx"):
+        monkeypatch.setattr("trtllm_dflash.demo.run_demo", pytest.fail)
+        (tmp_path / "here-sm120").mkdir()
+        (tmp_path / "here-sm120" / "mine").write_text("mine")
+        assert refusal("demo", "--output", ".") == f"error: {tmp_path / 'here-sm120'}: {said}"
 
 
 def test_json_is_all_that_json_prints_and_has_every_figure(outputs):

@@ -300,6 +300,16 @@ def test_the_current_directory_as_output_is_refused(pair, tmp_path, monkeypatch)
     assert os.listdir(tmp_path) == ["precious"]
 
 
+def test_the_current_directory_as_output_is_built_and_replaced_where_it_may_be(pair, tmp_path, monkeypatch):
+    """The commands go on in the folder that took its place: what went has no relative paths."""
+    (tmp_path / "engine").mkdir()
+    monkeypatch.chdir(tmp_path / "engine")
+    assert succeeds("build", *pair, "--output", ".").endswith("engine: built\n")
+    assert succeeds("build", *pair, "--output", "../engine", "--max-batch", 2, "--force").endswith("built\n")
+    assert read_config(Path()).max_batch == 2
+    assert os.listdir(tmp_path) == ["engine"]
+
+
 def test_an_output_that_cannot_be_written_is_named(pair, tmp_path):
     (tmp_path / "file").write_text("mine")
     line = refusal("build", *pair, "--output", tmp_path / "file" / "engine")

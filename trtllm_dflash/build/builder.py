@@ -20,9 +20,8 @@ from trtllm_dflash.engine.directory import (
     TARGET_CONFIG_FILE,
     check_apart,
     check_file,
+    check_replaced,
     digest,
-    is_engine,
-    not_replaced,
     read_config,
     stands,
     weights_file,
@@ -57,8 +56,7 @@ def build(
     if not has_tokenizer(target):
         say(f"no tokenizer.json in {target}: the engine takes token ids alone; for texts {MAKE_TOKENIZER}")
     config = plan.config.model_copy(update={"sources": _source_digests(pair, plan.draft_text)})
-    if stands(output) and not is_engine(output):
-        raise not_replaced(output, "not an engine directory")
+    check_replaced(output, has_force=not refresh)
     if stands(output) and not force:
         if _is_same_engine(output, config):
             return False

@@ -31,6 +31,7 @@ def build_settings(
 def engine_folder(settings: "BuildSettings", output: Path | None) -> Path:
     """Choose where the engine goes: `--output`, or engines/NAME."""
     folder = output or _ENGINES / settings.name
-    if ".." in folder.parts and not folder.parent.exists():  # of a folder that is not there, in which nothing is found
+    # Of a folder that is not there, in which nothing is found; or "." and "..", which are no names.
+    if (".." in folder.parts and not folder.parent.exists()) or folder.name in ("", ".."):
         return Path(os.path.realpath(folder))
     return folder

@@ -43,24 +43,28 @@ def demo(
     """Watch the drafter speed up the model without changing a token."""
     from trtllm_dflash.build import builder
     from trtllm_dflash.demo import run_demo
-    from trtllm_dflash.engine.directory import read_config
+    from trtllm_dflash.engine.directory import check_replaced, read_config
     from trtllm_dflash.ops.tensorrt_ops import load_tensorrt
 
     settings = build_settings(model, (), {"precision": "fp32"})
     engine = engine_folder(settings, output)
     with progress_bar() as progress:
         builder.build(settings, engine, refresh=True, progress=progress)
+    plan = None
+    if (
+        not as_json
+        and read_config(engine).target.delta is None
+        and find_spec("tensorrt_rtx")
+        and load_tensorrt().__name__ == "tensorrt_rtx"
+    ):
+        plan = engine.with_name(f"{engine.name}-{_GPU}")
+        check_replaced(plan, has_force=False)  # now, and not where the demo has ended
     result = run_demo(
         engine, prompts_per_kind, max_tokens, device, kernels or "auto", not as_json, draft_tree or "auto"
     )
     if as_json:
         click.echo(json.dumps(result.as_json(), indent=2))
-    elif (
-        read_config(engine).target.delta is None
-        and find_spec("tensorrt_rtx")
-        and load_tensorrt().__name__ == "tensorrt_rtx"
-    ):
-        plan = engine.with_name(f"{engine.name}-{_GPU}")
+    if plan is not None:
         compiled = build_settings(model, (), {"backend": "tensorrt", "gpu": _GPU})
         with progress_bar() as progress:
             builder.build(compiled, plan, refresh=True, progress=progress)

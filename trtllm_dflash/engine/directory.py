@@ -65,7 +65,7 @@ def written_aside(path: Path, what: str = "engine", *, replaces: bool, knob: str
     Raises:
         EngineError: it cannot be written; or without `replaces`, another process has made it meanwhile.
     """
-    named = Path(os.path.abspath(path))  # "." has no name
+    named, here = Path(os.path.abspath(path)), Path.cwd()  # "." has no name
     path = Path(os.path.realpath(path))  # a link would be replaced, and what it leads to would stay as it was
     if path.is_mount():
         raise EngineError(f"{named}: is a mount, which nothing can take the place of; name a folder in it ({knob})")
@@ -91,6 +91,8 @@ def written_aside(path: Path, what: str = "engine", *, replaces: bool, knob: str
             shutil.rmtree(old)
         else:
             _rename_to_new(aside, path, named, what)
+        if path in (here, *here.parents):  # we stay in the folder that went, where no relative path leads anywhere
+            os.chdir(here if here.is_dir() else path)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise EngineError(f"{named}: the {what} cannot be written: {reason} ({knob})") from error
@@ -171,6 +173,22 @@ def check_apart(output: Path, sources: Mapping[str, Path]) -> None:
     for what, folder in sources.items():
         if Path(os.path.realpath(output)) in (folder.resolve(), *folder.resolve().parents):
             raise EngineError(f"{output}: holds the {what} that is read; use another --output")
+
+
+def check_replaced(output: Path, has_force: bool) -> None:
+    """Checks that what would be replaced by an engine is one, too.
+
+    Args:
+        has_force: whether the command has `--force`; else it replaces engines without.
+
+    Raises:
+        EngineError: something else stands there.
+    """
+    if not stands(output) or is_engine(output):
+        return
+    if has_force:
+        raise not_replaced(output, "not an engine directory")
+    raise EngineError(f"{output}: is not an engine directory, which would be replaced; use another --output")
 
 
 def is_engine(path: Path) -> bool:
