@@ -228,11 +228,13 @@ def test_a_hybrid_pair_is_quantized_and_what_it_drafts_is_accepted(tmp_path):
         (["--format", "fp8", "--kv", "fp8", "--only", "drafter"], "--kv fp8: is of the target's caches"),
         (["--format", "fp8", "--text", "nowhere.txt"], "--text nowhere.txt: cannot be read: No such file"),
         (["--format", "fp8", "--samples", 0], "--samples 0: "),
+        (["--format", "fp8", "--device", "gpu"], "--device gpu: "),
         (["--format", "fp8", "--held-back", 4000], "samples, and 4000 are kept back to measure with"),
         (["--format", "fp8", "--max-tokens", 4090], "--max-tokens 4090: the target takes 4096 positions"),
     ],
 )
-def test_what_cannot_be_quantized_is_refused_by_name(flags, says, tmp_path):
+def test_what_cannot_be_quantized_is_refused_by_name_before_modelopt_is_imported(flags, says, tmp_path, monkeypatch):
+    monkeypatch.setattr("trtllm_dflash.quantize.quantizer.load_modelopt", pytest.fail)
     assert says in refusal("quantize", "--model", "tiny", "--output", tmp_path / "made", *flags)
     assert not list(tmp_path.iterdir())
 

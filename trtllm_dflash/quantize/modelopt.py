@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,16 @@ _RECIPES = {"fp8": "FP8_DEFAULT_CFG", "nvfp4": "NVFP4_DEFAULT_CFG"}
 
 #: What stays as it is besides what the recipes leave alone (LM head, router): the drafter's projection of all taps.
 _LEFT_ALONE = ("fc.*", "model.fc.*", "*embed_tokens*")
+
+
+def check_modelopt() -> None:
+    """Checks that ModelOpt is installed, without importing it, which takes many seconds.
+
+    Raises:
+        SettingsError: it is not.
+    """
+    if find_spec("modelopt") is None:
+        raise SettingsError(f"quantize needs NVIDIA ModelOpt: {pip_install('quantization')}")
 
 
 def load_modelopt() -> ModuleType:

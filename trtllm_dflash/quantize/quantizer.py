@@ -16,7 +16,7 @@ from trtllm_dflash.llm import LLM
 from trtllm_dflash.models import build_target
 from trtllm_dflash.pairs.prompts import PROMPTS
 from trtllm_dflash.quantize.drafter import quantize_drafter
-from trtllm_dflash.quantize.modelopt import load_modelopt
+from trtllm_dflash.quantize.modelopt import check_modelopt, load_modelopt
 from trtllm_dflash.quantize.report import QuantizeReport, as_json, measure
 from trtllm_dflash.quantize.target import quantize_target
 from trtllm_dflash.quantize.text import Samples, check_text, read_samples
@@ -56,7 +56,8 @@ def quantize(
     Raises:
         DFlashError: checkpoints, settings or the output cannot be used; nothing is left half-written.
     """
-    load_modelopt()
+    check_modelopt()
+    pick_device(settings.device)
     _check_output(output, force)  # before checkpoints come from a hub
     check_text(settings.text)
     folders = {"target": resolve(settings.target, with_tokenizer=True)}
@@ -76,6 +77,7 @@ def quantize(
         )
     samples = read_samples(settings.text, codec, settings.samples, settings.held_back, length)
     check_apart(output, folders)
+    load_modelopt()  # what is wrong with the settings has been said by now
     report = QuantizeReport(
         settings.format, settings.kv, len(samples.calibration), len(samples.held_back), computed_in=""
     )
