@@ -644,6 +644,7 @@ def test_wrong_input_is_refused_in_one_line(tmp_path):
         (["--hours", "1e308"], "--hours 1e+308: Input should be less than or equal to 1000000"),
         (["--max-tokens", str(2**31)], "--max-tokens 2147483648: Input should be less than 2147483648"),
         (["--max-batch", str(2**31)], "--max-batch 2147483648: Input should be less than 2147483648"),
+        (["--packs", "2147483647"], "--packs 2147483647: Input should be less than or equal to 65536"),
         (["--layers", "5000"], "--layers 5000: Input should be less than or equal to 1024"),
         (["--block", "5000"], "--block 5000: Input should be less than or equal to 1024"),
         (["--taps", "-1,2"], "--taps -1,2: give layers as numbers from 0, each once: 1,9,17, or auto"),

@@ -48,7 +48,7 @@ class TrainSettings(BaseModel):
     weighting: Literal["dpace", "exponential"] = "dpace"
     optimizer: Literal["adamw", "muon"] = "adamw"
     pack: Annotated[int, Field(ge=16)] = 8192  # tokens that go through the drafter together
-    packs: PositiveInt = 1  # of a step
+    packs: Annotated[int, Field(gt=0, le=65_536)] = 1  # of a step
     anchors: PositiveInt = 512  # blocks of a pack
     rate: Annotated[float, Field(gt=0, le=1)] | None = None  # default: 6e-4, and 1e-4 with --from
     epochs: PositiveInt = 6
