@@ -19,7 +19,7 @@ from trtllm_dflash.cost.floor import Work, floor_seconds, step_work
 from trtllm_dflash.cost.gpus import Rates, present_gpu
 from trtllm_dflash.cost.memory import plan_memory
 from trtllm_dflash.cost.rates import measure_rates
-from trtllm_dflash.cost.shapes import SHAPES, asked_precision, find_shape, shape_config
+from trtllm_dflash.cost.shapes import SHAPES, asked_precision, find_shape, shape_config, shape_models
 from trtllm_dflash.engine.config import EngineConfig, Progress
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.engine.ladder import LEAST_SHARING, MOST_SHARED_DRAFTS, shared_lengths
@@ -357,6 +357,7 @@ def make_plan(settings: StepBenchSettings, device: torch.device) -> Plan:
     else:
         assert settings.shape is not None
         spare = find_shape(settings.shape).block_size
+        _check_positions(settings, length, spare)
         config = shape_config(
             settings.shape,
             layers=settings.layers,
@@ -387,6 +388,18 @@ def make_plan(settings: StepBenchSettings, device: torch.device) -> Plan:
     imposed = settings.simulate_acceptance
     acceptance = None if imposed is None else ImposedAcceptance(imposed, most)
     return Plan(config, batch, arms, length, settings.rounds, settings.steps, acceptance)
+
+
+def _check_positions(settings: StepBenchSettings, length: int, spare: int) -> None:
+    """Checks that a shape takes the tokens of a slot, a round's steps and a block besides."""
+    assert settings.shape is not None
+    positions, needed = shape_models(settings.shape)[0].max_positions, length + settings.steps + spare
+    if needed > positions:
+        flag = "--steps" if settings.steps > length else "--cache-length"
+        raise SettingsError(
+            f"{flag} {max(settings.steps, length)}: --shape {settings.shape} takes {positions} positions, not the "
+            f"{needed} of a slot's tokens (--cache-length), a round's steps (--steps) and a block"
+        )
 
 
 def _shared_arms(
