@@ -281,7 +281,8 @@ def test_calls_of_trees_go_to_other_ranks():
         (15, {"drafter": None}, "cpu", "--draft-tree 15: this engine has no drafter"),
         ("31", {"backend": "tensorrt"}, "cuda", "--draft-tree 31: this plan drafts chains; leave it out, or build"),
         (15, {}, "cuda", "--draft-tree 15: on a GPU trees need our CUDA kernels, which compute bf16 and fp16"),
-        (63, {"block_size": 2}, "cpu", "--draft-tree 63: blocks of 2 have not so many nodes"),
+        (63, {"block_size": 4}, "cpu", "--draft-tree 63: blocks of 4 have not so many nodes to choose from; use 31"),
+        (15, {"block_size": 2}, "cpu", "--draft-tree 15: blocks of 2 have not so many nodes to choose from; leave it"),
     ],
 )
 def test_what_cannot_draft_trees_is_refused_in_one_line(choice, update, device, says, tiny):

@@ -130,5 +130,7 @@ def why_no_trees(config: EngineConfig, nodes: int) -> str | None:
     if config.target.latent_attention is not None:
         return "latent attention verifies chains alone so far; leave it out"
     if listed_nodes(nodes, config.block_size) < 2 * nodes:
-        return f"blocks of {config.block_size} have not so many nodes to choose from; give a smaller one"
+        fitting = [size for size in TREE_SIZES if listed_nodes(size, config.block_size) >= 2 * size]
+        advice = f"use {fitting[-1]}" if fitting else "leave it out"
+        return f"blocks of {config.block_size} have not so many nodes to choose from; {advice}"
     return None
