@@ -24,7 +24,7 @@ from trtllm_dflash import LLM, SamplingParams
 from trtllm_dflash.build import planning
 from trtllm_dflash.build.builder import build
 from trtllm_dflash.build.settings import BuildSettings
-from trtllm_dflash.engine.directory import load_weights, read_config
+from trtllm_dflash.engine.directory import load_weights, read_config, written_aside
 from trtllm_dflash.errors import EngineError
 
 
@@ -308,6 +308,15 @@ def test_the_current_directory_as_output_is_built_and_replaced_where_it_may_be(p
     assert succeeds("build", *pair, "--output", "../engine", "--max-batch", 2, "--force").endswith("built\n")
     assert read_config(Path()).max_batch == 2
     assert os.listdir(tmp_path) == ["engine"]
+
+
+def test_a_folder_is_written_where_the_current_directory_is_gone(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with written_aside(tmp_path / "engine", replaces=False) as aside:
+        (aside / "mine").write_text("mine")
+    assert os.listdir(tmp_path / "engine") == ["mine"]
 
 
 def test_an_output_that_cannot_be_written_is_named(pair, tmp_path):

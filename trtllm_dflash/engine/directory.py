@@ -65,7 +65,7 @@ def written_aside(path: Path, what: str = "engine", *, replaces: bool, knob: str
     Raises:
         EngineError: it cannot be written; or without `replaces`, another process has made it meanwhile.
     """
-    named, here = Path(os.path.abspath(path)), Path.cwd()  # "." has no name
+    named, here = Path(os.path.abspath(path)), _current_folder()  # "." has no name
     path = Path(os.path.realpath(path))  # a link would be replaced, and what it leads to would stay as it was
     if path.is_mount():
         raise EngineError(f"{named}: is a mount, which nothing can take the place of; name a folder in it ({knob})")
@@ -91,7 +91,10 @@ def written_aside(path: Path, what: str = "engine", *, replaces: bool, knob: str
             shutil.rmtree(old)
         else:
             _rename_to_new(aside, path, named, what)
-        if path in (here, *here.parents):  # we stay in the folder that went, where no relative path leads anywhere
+        if here is not None and path in (
+            here,
+            *here.parents,
+        ):  # we stay in the folder that went, where no relative path leads anywhere
             os.chdir(here if here.is_dir() else path)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -173,6 +176,14 @@ def check_apart(output: Path, sources: Mapping[str, Path]) -> None:
     for what, folder in sources.items():
         if Path(os.path.realpath(output)) in (folder.resolve(), *folder.resolve().parents):
             raise EngineError(f"{output}: holds the {what} that is read; use another --output")
+
+
+def _current_folder() -> Path | None:
+    """Finds the folder that we are in; None: it is gone."""
+    try:
+        return Path.cwd()
+    except FileNotFoundError:
+        return None
 
 
 def check_replaced(output: Path, has_force: bool) -> None:
