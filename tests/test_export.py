@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 
 import pytest
 import torch
@@ -127,6 +128,18 @@ def test_the_command_says_how_to_serve_it_and_replaces_only_exports(tmp_path, ti
     line = refusal("export", "--engine", tiny_engine, "--output", output, "--force")
     assert "exists and is not an export; remove it yourself" in line
     assert {entry.name for entry in tmp_path.iterdir()} == {"export"}  # nothing half-written
+
+
+def test_neither_folder_may_hold_the_other(tmp_path, tiny_engine):
+    engine = shutil.copytree(tiny_engine, tmp_path / "all" / "target")
+    (tmp_path / "link").symlink_to(engine)
+    for output in (engine / "pair", tmp_path / "link" / "a" / "pair"):
+        line = refusal("export", "--engine", engine, "--output", output)
+        assert f"{output}: lies in the engine, and would go when that is built again; use another --output" in line
+    files = {file.name for file in engine.iterdir()}
+    line = refusal("export", "--engine", engine, "--output", tmp_path / "all", "--force")
+    assert "holds the engine that is read; use another --output" in line
+    assert {file.name for file in engine.iterdir()} == files == {file.name for file in tiny_engine.iterdir()}
 
 
 @pytest.mark.parametrize("command", ["export", "deploy"])

@@ -7,6 +7,7 @@ What is written is read again as `build` reads it, and compared with the engine 
 """
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from trtllm_dflash.engine.directory import (
     CONFIG_FILE,
     DRAFTER_CONFIG_FILE,
     TARGET_CONFIG_FILE,
+    check_apart,
     check_file,
     check_shared_files,
     read_config,
@@ -54,10 +56,13 @@ def export(engine: Path, output: Path, force: bool = False, progress: Progress =
 
     Raises:
         EngineError: it is no engine of the torch backend, was built before configurations were kept, or holds weights
-            that these folders cannot; or `output` exists, or cannot be written.
+            that these folders cannot; or `output` exists, lies in it or around it, or cannot be written.
     """
     config = read_config(engine)
     _check(engine, config)
+    check_apart(output, {"engine": engine})
+    if engine.resolve() in Path(os.path.realpath(output)).parents:
+        raise EngineError(f"{output}: lies in the engine, and would go when that is built again; use another --output")
     if stands(output) and not (force and _is_export(output)):
         what = (
             "exists; --force replaces it" if _is_export(output) else "exists and is not an export; remove it yourself"
