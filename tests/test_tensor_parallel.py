@@ -24,10 +24,14 @@ from trtllm_dflash.cost.gpus import GB
 from trtllm_dflash.cost.memory import cache_bytes
 from trtllm_dflash.engine.directory import read_config
 from trtllm_dflash.engine.paging import Paging
+from trtllm_dflash.errors import EngineError
+from trtllm_dflash.ops.communicator import Solo
 from trtllm_dflash.pairs.prompts import read_prompts
 from trtllm_dflash.runtime.scheduler import Scheduler
+from trtllm_dflash.session.calls import Decode
 from trtllm_dflash.session.launcher import mpi_memory
 from trtllm_dflash.signals import ENDING
+from trtllm_dflash.step import Drafting
 
 pytestmark = pytest.mark.slow
 
@@ -127,6 +131,59 @@ def test_a_broken_rank_file_ends_every_rank_with_one_line(engines, tmp_path):
     assert done.returncode == 1
     assert done.stderr.splitlines() == [line for line in done.stderr.splitlines() if "rank1.safetensors" in line]
     assert len(done.stderr.splitlines()) == 1
+
+
+#: The command, whose rank 0 fails in its third step, once the other rank has been told of it.
+FAILING = """
+import sys
+from trtllm_dflash.__main__ import start
+from trtllm_dflash.session.launcher import launched_rank
+from trtllm_dflash.session.torch_session import TorchSession
+
+whole, steps = TorchSession._run_step, []
+
+def run_step(session, call):
+    steps.append(call)
+    if launched_rank() == 0 and len(steps) == 3:
+        raise RuntimeError("a fault")
+    return whole(session, call)
+
+TorchSession._run_step = run_step
+start()
+"""
+
+
+def test_a_step_that_fails_on_rank_0_ends_every_rank_with_one_line(engines, tmp_path):
+    """The other one waited for it in a sum, and it for the other to hear that the session is closed."""
+    (tmp_path / "failing.py").write_text(FAILING)
+    asked = ["generate", "--device", "cpu", "--engine", engines / "2", "--prompt", "Count.", "--max-tokens", 50]
+    done = run(MPIEXEC, "-n", 2, sys.executable, tmp_path / "failing.py", *asked)
+    assert (done.returncode, done.stderr.strip()) == (1, "error: a step failed: RuntimeError: a fault")
+    wait_until(lambda: not ranks_of(engines / "2"), "no rank is left")
+
+
+def test_a_session_whose_ranks_are_not_in_step_takes_no_more_calls_and_closes_without_one(tiny_engine, monkeypatch):
+    class Two(Solo):
+        size, sent = 2, 0
+
+        def broadcast(self, x):
+            self.sent += 1
+            return x
+
+    def fail(call):
+        raise RuntimeError("a fault")
+
+    with LLM.load(tiny_engine, "cpu") as llm:
+        session, two = llm.session, Two()
+        monkeypatch.setattr(session, "communicator", two)
+        monkeypatch.setattr(session, "_compute", fail)
+        call = Decode([1], Drafting.OFF, 1, sampled=False)
+        with pytest.raises(RuntimeError, match="a fault"):
+            session.decode(call)
+        with pytest.raises(EngineError, match="start the engine again"):
+            session.decode(call)
+        assert two.sent == 2  # the number of words, and these
+    assert two.sent == 2
 
 
 def test_a_wrong_number_of_processes_is_refused(engines):

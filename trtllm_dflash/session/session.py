@@ -54,7 +54,7 @@ class Session(ABC):
         self.caches = self._allocate_caches()
         self._slots = SlotTensors(config, device)
         self._outcome_of: Callable[[Tensor], Outcome] = Outcome  # of what the host reads of a step of [slots, rows]
-        self._closed = False
+        self._closed = self._is_torn = False  # torn: rank 0 left a step that others are in
 
     @property
     @abstractmethod
@@ -161,7 +161,19 @@ class Session(ABC):
             return StepOutputs(chosen, accepted, out.next_start.cpu(), out.next_tokens.cpu(), parents)
 
     def follow(self) -> None:
-        """Runs what rank 0 sends, until it closes its session."""
+        """Runs what rank 0 sends, until it closes its session.
+
+        Raises:
+            EngineError: another rank has left in the middle of it.
+        """
+        try:
+            self._follow()
+        except RuntimeError as error:
+            if "by peer" not in str(error):  # as gloo says of connections that were closed or reset
+                raise
+            raise EngineError(f"rank {self.communicator.rank}: another rank has left in the middle of a step") from None
+
+    def _follow(self) -> None:
         while (call := self._receive()) is not None:
             if isinstance(call, Copy):
                 self._copy(call)
@@ -179,7 +191,7 @@ class Session(ABC):
         if self._closed:
             return
         self._closed = True
-        if self.communicator.size > 1 and self.communicator.rank == 0:
+        if self.communicator.size > 1 and self.communicator.rank == 0 and not self._is_torn:
             self._send(None)
         self._free()  # waits for the steps under way, which write to the caches
         self.caches = {}
@@ -241,12 +253,18 @@ class Session(ABC):
     def _check_open(self) -> None:
         if self._closed:
             raise EngineError("this engine is closed; load it again")
+        if self._is_torn:
+            raise EngineError("a step failed on rank 0, and the other ranks are still in it: start the engine again")
 
     def _launch(self, call: Step | Prefill | Decode) -> Outcome:
         self._check_open()
         if self.communicator.size > 1:
             self._send(call)
-        return self._compute(call)
+        try:
+            return self._compute(call)
+        except BaseException:
+            self._is_torn = self.communicator.size > 1  # they may wait in a sum for this rank
+            raise
 
     @torch.inference_mode()
     def _compute(self, call: Step | Prefill | Decode) -> Outcome:
