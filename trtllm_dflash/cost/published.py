@@ -69,6 +69,8 @@ class Shape:
         counted: dict[str, Any] = {"num_hidden_layers": layers}
         if self.kinds:
             counted["layer_types"] = [self.kinds[i % len(self.kinds)] for i in range(layers)]
+            if self.family == "gemma4":  # of few layers, too, the last one has no window
+                counted["layer_types"][-1] = self.kinds[-1]
         if "text_config" in self.widths:
             return {**self.widths, "text_config": {**self.widths["text_config"], **counted}}
         return {**self.widths, **counted}
