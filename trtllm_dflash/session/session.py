@@ -5,8 +5,8 @@ take part, launches, and reads a step's outcome at any later time.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -77,9 +77,9 @@ class Session(ABC):
         self._check_open()
         if not self._needs(call):
             return
-        if self.communicator.size > 1:
-            self._send(call)
-        self._prepare(call, progress)
+        self._tell(call)
+        with self._in_step():
+            self._prepare(call, progress)
 
     @property
     def limits(self) -> StepLimits:
@@ -129,9 +129,7 @@ class Session(ABC):
 
     def copy_rows(self, call: Copy) -> None:
         """Copies K/V rows between slots, after all that was launched before. Errors as in `prefill`."""
-        self._check_open()
-        if self.communicator.size > 1:
-            self._send(call)
+        self._tell(call)
         self._copy(call)
 
     def drafts(self, slots: list[int]) -> list[list[int]]:
@@ -142,9 +140,7 @@ class Session(ABC):
 
     def place(self, call: Place) -> None:
         """Lets a slot's recurrent states, where there are some, stand at a position. Errors as in `prefill`."""
-        self._check_open()
-        if self.communicator.size > 1:
-            self._send(call)
+        self._tell(call)
         self._place(call)
 
     @torch.inference_mode()
@@ -234,9 +230,7 @@ class Session(ABC):
 
     def _copy_all_states(self, call: CopyStates) -> None:
         """Copies recurrent states on all ranks, after all that was launched before."""
-        self._check_open()
-        if self.communicator.size > 1:
-            self._send(call)
+        self._tell(call)
         self._copy_states(call)
 
     def _copy_states(self, call: CopyStates) -> None:  # noqa: B027
@@ -257,13 +251,23 @@ class Session(ABC):
             raise EngineError("a step failed on rank 0, and the other ranks are still in it: start the engine again")
 
     def _launch(self, call: Step | Prefill | Decode) -> Outcome:
+        self._tell(call)
+        with self._in_step():
+            return self._compute(call)
+
+    def _tell(self, call: Call) -> None:
+        """Sends a call to the other ranks, where there are any."""
         self._check_open()
         if self.communicator.size > 1:
             self._send(call)
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """Notes that ranks are no longer in step after an error: the others may wait in a sum for this one."""
         try:
-            return self._compute(call)
+            yield
         except BaseException:
-            self._is_torn = self.communicator.size > 1  # they may wait in a sum for this rank
+            self._is_torn = self.communicator.size > 1
             raise
 
     @torch.inference_mode()
