@@ -11,14 +11,14 @@ import statistics
 import time
 
 import torch
-from step_trace import case
+from step_trace import case, step_of
 
 from trtllm_dflash import kernels
 from trtllm_dflash.bench.random_session import fill_caches
 from trtllm_dflash.bench.random_weights import random_weights
 from trtllm_dflash.cost.shapes import shape_config
 from trtllm_dflash.ops.communicator import Solo
-from trtllm_dflash.session.calls import Piece, Prefill, Prepare, Step
+from trtllm_dflash.session.calls import Prefill, Prepare, Step
 from trtllm_dflash.session.cuda_session import CudaSession
 from trtllm_dflash.session.outcome import Outcome
 from trtllm_dflash.step import Drafting
@@ -55,10 +55,7 @@ def main() -> None:
     context = Drafting.CONTEXT if any(rows > 1 for _, rows, _ in cases) else Drafting.OFF
     for slots, rows, tokens in cases:
         lengths = [settings.least + choose.randrange(settings.spread) for _ in range(slots)]
-        decode = [(slot, rows) for slot in range(slots - bool(tokens))]
-        pieces = [Piece(slots - 1, 0, [0] * tokens, True)] if tokens else []
-        drafting = Drafting.BLOCK if rows > 1 else Drafting.OFF
-        step = Step(decode, pieces, drafting, rows, sampled=False)
+        step = step_of(slots, rows, tokens)
         medians = []
         for _ in range(settings.rounds):
             for slot, length in enumerate(lengths):

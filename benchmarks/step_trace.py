@@ -54,13 +54,10 @@ def main() -> None:
     print(f"{machine}; {settings.shape}, BF16, {length} cached tokens, kernels: {settings.kernels}")
     context = Drafting.CONTEXT if any(rows > 1 for _, rows, _ in settings.cases) else Drafting.OFF
     for batch, rows, tokens in settings.cases:
-        drafting = Drafting.BLOCK if rows > 1 else Drafting.OFF
         for slot in range(batch):
             session.prefill(Prefill(slot, length, [1], True, context, 1))
-        decode = [(slot, rows) for slot in range(batch - bool(tokens))]
-        pieces = [Piece(batch - 1, 0, [0] * tokens, True)] if tokens else []
         title = f"batch {batch}, {rows} rows" + (f", {tokens} tokens of a prompt in the last" if tokens else "")
-        events = trace(session, Step(decode, pieces, drafting, rows, sampled=False))
+        events = trace(session, step_of(batch, rows, tokens))
         print("\n".join(table(events, title, settings.lines)), flush=True)
 
 
@@ -69,6 +66,13 @@ def case(text: str) -> tuple[int, int, int]:
     shape, _, tokens = text.partition("+")
     slots, _, rows = shape.partition("x")
     return int(slots), int(rows), int(tokens or 0)
+
+
+def step_of(slots: int, rows: int, tokens: int) -> Step:
+    """A greedy step of a case."""
+    decode = [(slot, rows) for slot in range(slots - bool(tokens))]
+    pieces = [Piece(slots - 1, 0, [0] * tokens, True)] if tokens else []
+    return Step(decode, pieces, Drafting.BLOCK if rows > 1 else Drafting.OFF, rows, sampled=False)
 
 
 def trace(session: CudaSession, step: Step) -> list[dict[str, Any]]:
