@@ -110,9 +110,10 @@ cudaError_t make_plan(dflash_attention_params const& p, Plan& plan)
         plan.shares_tiles = is_wide || (w.row_blocks > 1 && !p.is_exact);
         bool const by_two = plan.shares_tiles && !is_wide;
         blocks = std::max(sms / (by_two ? (w.row_blocks + 1) / 2 : w.row_blocks), 1);
-        // One a warpgroup, or as many as save less by being divided than combining them costs.
+        // One a warpgroup, or as many as save less by being divided than combining them costs: parts of two row blocks
+        // are twice as large.
         bool const is_full = int64_t{p.slots} * p.kv_heads * 4 >= blocks;
-        w.least_units = !plan.shares_tiles ? 2 : is_full ? 4 : 1;
+        w.least_units = is_full && plan.shares_tiles ? 4 : is_wide ? 1 : 2;
     }
     else
     {

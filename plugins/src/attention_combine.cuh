@@ -239,7 +239,7 @@ struct Combination
     {
         static_assert(kFragments == 1);
         int const lane = threadIdx.x % 32;
-        if constexpr (kSharing > 2)
+        if constexpr (kSharing > 2) // of two that share, none has a second job: see `launch_combine`
         {
             __syncthreads(); // the boxes of the job before have been read
         }
@@ -392,9 +392,9 @@ template <typename T, int D, int kSharing, int kFragments, int kPartials = 2>
 cudaError_t launch_combine(Work const& w, int sms, cudaStream_t stream)
 {
     int const warps = (w.packed_rows + 15) / 16 * (D / 8) / kFragments * kSharing;
-    // One of an SM's blocks is in place when attention ends; of many fragments a second one begins sooner than a second
-    // round. Beside the blocks of exact cuts, which take all registers, none is in place early.
-    int const of_sm = kPartials == 1 ? 4 : kFragments > 1 ? 2 : 1;
+    // One of an SM's blocks is in place when attention ends; a second one begins sooner than a second round. Beside the
+    // blocks of exact cuts, which take all registers, none is in place early.
+    int const of_sm = kPartials == 1 ? 4 : 2;
     int const parts = std::min((warps + kCombineWarps - 1) / kCombineWarps, std::max(of_sm * sms / w.owners, 1));
     auto const kernel = combine_kernel<T, D, kSharing, kFragments, kPartials>;
     return launch_kernel(kernel, dim3(w.owners, parts), kCombineWarps * 32, 0, stream, w);
@@ -403,7 +403,7 @@ cudaError_t launch_combine(Work const& w, int sms, cudaStream_t stream)
 template <typename T, int D>
 cudaError_t launch_combine(Work const& w, int sms, cudaStream_t stream)
 {
-    // As many warps as can load at once. Two share a job only where each has no other.
+    // As many warps as can load at once. Two share a job where all jobs are taken at once.
     int const fragments = w.owners * ((w.packed_rows + 15) / 16) * (D / 8);
     if constexpr (D <= 128)
     {
@@ -412,8 +412,7 @@ cudaError_t launch_combine(Work const& w, int sms, cudaStream_t stream)
             return launch_combine<T, D, 1, 1, 1>(w, sms, stream); // of sums in one order
         }
     }
-    return fragments <= 4 * sms ? launch_combine<T, D, 2, 1>(w, sms, stream)
-        : fragments <= 8 * sms  ? launch_combine<T, D, 1, 1>(w, sms, stream)
+    return fragments <= 8 * sms ? launch_combine<T, D, 2, 1>(w, sms, stream)
                                 : launch_combine<T, D, 1, 4>(w, sms, stream);
 }
 
