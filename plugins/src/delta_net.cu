@@ -50,28 +50,16 @@ __device__ __forceinline__ int load_end(dflash_delta_net_params const& p, int in
     return index + 1 < p.segment_count ? load_new(p.segments + 4 * (index + 1) + 2) : p.rows;
 }
 
-// The next kernel begins behind this one's wait: before its own it may read all that the kernels before this one wrote,
-// and write where they read: states, values' windows, outputs.
+// One block a key head and segment.
 template <typename T, int kSize>
-__global__ void __launch_bounds__(delta::Preparation<T, kSize>::kThreads, 4) prepare_kernel(
+__global__ void __launch_bounds__(delta::Preparation<T, kSize>::kThreads, 2) prepare_kernel(
     __grid_constant__ dflash_delta_net_params const p, delta::PreparedRows<kSize> const prepared, int heads)
 {
     using Preparation = delta::Preparation<T, kSize>;
     __shared__ typename Preparation::Shared shared;
-    auto const ahead = Preparation::load_ahead(p, blockIdx.x, heads);
-    wait();
-    trigger();
-    int const index = blockIdx.y;
-    int const key_head = blockIdx.x;
-    int4 const words = load_new(reinterpret_cast<int4 const*>(p.segments) + index);
-    int const length = delta::load_length(p, words, min(index, p.slots - 1));
-    if (words.w > 0)
-    {
-        delta::Segment const segment(p, words, length);
-        int const count = segment.count - segment.absorbed;
-        Preparation const preparation{prepared, shared, index, heads, {p, segment, segment.absorbed, count, key_head}};
-        preparation.run(ahead);
-    }
+    Preparation const preparation{
+        p, prepared, shared, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.x), heads};
+    preparation.run();
 }
 
 // One block a value head and segment.
@@ -94,7 +82,7 @@ __global__ void __launch_bounds__(delta::HeadRows<T, kSize>::kThreads, 2)
         delta::Segment const pending = segment.pending();
         Rows const rows{place, pending, *reinterpret_cast<typename Rows::Shared*>(memory)};
         bool const is_first = index * p.value_heads + place.head < kFirstBlocks;
-        rows.run(prepared, {p, segment, segment.absorbed, pending.count, place.key_head}, blockIdx.x, is_first);
+        rows.run(prepared, {p, segment, segment.absorbed, pending.count, place.key_head}, is_first);
     }
     else
     {
@@ -155,6 +143,15 @@ __global__ void advance_states_kernel(dflash_advance_states_params const p)
             }
         }
     }
+}
+
+// What the kernels count by 32 bits: heads of all slots' rows, and a row's bytes.
+bool has_few_numbers(dflash_delta_net_params const& p)
+{
+    constexpr int64_t kMost = INT32_MAX;
+    int64_t const rows = int64_t{std::max(p.slots, p.segment_count)} * (delta::kBefore + p.pending);
+    return rows * std::max(p.value_heads, p.key_heads) <= kMost
+        && std::max(p.x_row_stride, p.gates_row_stride) <= kMost / static_cast<int64_t>(sizeof(float));
 }
 
 // One of each segment, most likely; if not, one after another.
@@ -286,8 +283,9 @@ extern "C" cudaError_t dflash_delta_net(
     using namespace dflash;
     bool const is_known = p->key_heads > 0 && p->value_heads > 0 && p->value_heads % p->key_heads == 0 && p->slots > 0
         && p->kernel == delta::kTaps && p->pending > 0 && p->pending <= kDeltaRows && p->segment_count <= 65535
-        && p->key_heads <= 65535 && p->value_heads <= 65535 && p->x_row_stride % 8 == 0 && p->keeps >= 0
-        && p->keeps <= (has_single_rows(*p) ? p->pending : 0);
+        && p->key_heads <= 65535 && p->value_heads <= 65535 && p->x_row_stride % 8 == 0 && has_few_numbers(*p)
+        && p->keeps >= 0 && p->keeps <= (has_single_rows(*p) ? p->pending : 0)
+        && reinterpret_cast<uintptr_t>(p->window) % 16 == 0;
     if (!is_known)
     {
         return cudaErrorInvalidValue;

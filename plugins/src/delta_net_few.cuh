@@ -47,7 +47,7 @@ struct Block
         }
         __syncwarp();
         arrive_at_cluster();
-        Guess const guess(p);
+        Guess const guess(p, blockIdx.z);
         if (warp < kStateWarps)
         {
             run_state(guess);
@@ -110,8 +110,17 @@ struct Block
     __device__ __forceinline__ Segment load_rows(
         Guess const& guess, typename Chunk::Item const& channels, typename Chunk::Inputs& inputs) const
     {
-        wait_for_all();
-        return guess.load([&](Segment const& segment) { inputs = chunk_of(segment).load(channels); });
+        typename Chunk::Sources sources;
+        Segment const segment = guess.load(
+            wait_for_all,
+            [&](Segment const& guessed)
+            {
+                sources = chunk_of(guessed).find(channels);
+                sources.settle();
+            },
+            [&] { inputs = Chunk::load(sources); });
+        chunk_of(segment).clear_before(channels, inputs);
+        return segment;
     }
 
     // -- queries and keys: an item is four rows of one of both, of a warp ---------------------------------------------
@@ -132,11 +141,12 @@ struct Block
         }
         Chunk const chunk = chunk_of(whole);
         SplitRows<kSize> const to = channels.head == 0 ? queries() : keys();
+        float4 rows[Chunk::kRows];
+        chunk.convolve_normed(channels, taps, inputs, rows);
 #pragma unroll
         for (int i = 0; i < Chunk::kRows; ++i)
         {
-            to.store(channels.row + i, channels.number,
-                FourParts(Chunk::normed(channels, chunk.convolve(channels, taps, inputs, i))));
+            to.store(channels.row + i, channels.number, FourParts(rows[i]));
         }
         meet_all();
         arrive_at_cluster(); // what is written below has been read: it was needed
@@ -222,15 +232,23 @@ struct Block
     __device__ __forceinline__ void run_solver(Guess const& guess) const
     {
         auto const rate = Chunk::load_rate(p, place.head);
-        wait_for_all();
+        T const* projected_at = nullptr;
+        float const* decay_at = nullptr; // of a pending row, if the lane has one
         typename Chunk::Projected projected;
         float pending_decay = 1.f;
         Segment const whole = guess.load(
+            wait_for_all,
             [&](Segment const& segment)
             {
-                projected = chunk_of(segment).load_projected(place.head);
+                projected_at = chunk_of(segment).find_projected(place.head);
                 bool const is_pending = lane < segment.pending().accepted;
-                pending_decay = is_pending ? load_new(place.decay(segment.slot, lane)) : 1.f;
+                decay_at = is_pending ? place.decay(segment.slot, lane) : nullptr;
+                asm volatile("" : "+l"(projected_at), "+l"(decay_at)); // now, not where it is read
+            },
+            [&]
+            {
+                projected = Chunk::load_projected(p, projected_at);
+                pending_decay = decay_at ? load_new(decay_at) : 1.f;
             });
         if (whole.count <= 0)
         {
@@ -285,13 +303,21 @@ struct Block
         {
             norm[i] = static_cast<float const*>(p.norm)[split * kValues + value(2 * i)];
         }
-        wait_for_all();
         State state;
+        Staged staged;
+        float* state_at = nullptr;
         Segment const whole = guess.load(
+            wait_for_all,
             [&](Segment const& segment)
             {
-                stage_pending(segment.pending());
-                state.load(memory(segment.slot));
+                staged = find_pending(segment.pending());
+                state_at = memory(segment.slot);
+                asm volatile("" : "+l"(staged.from), "+l"(state_at)); // now, not where it is read
+            },
+            [&]
+            {
+                stage_pending(staged);
+                state.load(state_at);
             });
         wait_for_copies<0>();
         if (whole.count <= 0)
@@ -306,14 +332,10 @@ struct Block
         meet(kPendingIsThere, kWithSolver);
         if (segment.accepted > 0)
         {
-            absorb_pending(state, segment.accepted);
+            absorb_pending(state, segment.accepted, state_at);
         }
         arrive_at_cluster();
         meet_all();
-        if (segment.accepted > 0)
-        {
-            state.store(memory(segment.slot));
-        }
         typename State::Parts parts;
         state.split(parts);
         // The solver waits for the products of keys, all others for the solver: those go first.
@@ -367,25 +389,42 @@ struct Block
         }
     }
 
-    // Begins to copy the accepted rows' keys and writes.
-    __device__ __forceinline__ void stage_pending(Segment const& segment) const
+    // A thread's part of the accepted rows' keys or writes: four numbers of every kRowsApart-th row.
+    struct Staged
     {
-        constexpr int kFours = (kSize + kValues) / 4; // of a row
+        float const* from;
+        float* to;
+        int64_t from_stride; // of a row
+        int to_stride;
+        int rows;
+    };
+
+    static constexpr int kRowsApart = kStateWarps / 2;
+
+    // Of two warps, one has the keys of a row, the other the block's values of what it writes.
+    __device__ __forceinline__ Staged find_pending(Segment const& segment) const
+    {
+        static_assert(kSize == 4 * 32 && kValues <= kSize);
+        int const row = warp / 2;
+        int const number = 4 * lane;
+        int const rows = (segment.accepted - row + kRowsApart - 1) / kRowsApart; // below 0 none, too
+        if (warp % 2 == 0)
+        {
+            return {place.keys(segment.slot, row) + number, &shared.pending_keys[row][number],
+                int64_t{p.key_heads} * kSize, S::kKeyStride, rows};
+        }
+        return {place.writes(segment.slot, row) + split * kValues + number, &shared.pending_writes[row][number],
+            int64_t{place.values_of_row()}, S::kValueStride, number < kValues ? rows : 0};
+    }
+
+    // Begins to copy them.
+    __device__ __forceinline__ void stage_pending(Staged const& staged) const
+    {
         wait_for_copies<0>(); // by a guess that was wrong
 #pragma unroll 1
-        for (int item = threadIdx.x; item < segment.accepted * kFours; item += 32 * kStateWarps)
+        for (int i = 0; i < staged.rows; ++i)
         {
-            int const row = item / kFours;
-            int const number = item % kFours * 4;
-            if (number < kSize)
-            {
-                stage_16(&shared.pending_keys[row][number], place.keys(segment.slot, row) + number);
-            }
-            else
-            {
-                float const* const writes = place.writes(segment.slot, row) + split * kValues;
-                stage_16(&shared.pending_writes[row][number - kSize], writes + number - kSize);
-            }
+            stage_16(staged.to + kRowsApart * i * staged.to_stride, staged.from + kRowsApart * i * staged.from_stride);
         }
         commit_copies();
     }
@@ -406,10 +445,11 @@ struct Block
         return {numbers[0][0], numbers[1][0], numbers[0][1], numbers[1][1]};
     }
 
-    __device__ __forceinline__ void absorb_pending(State& state, int accepted) const
+    // Leaves the state in memory, too.
+    __device__ __forceinline__ void absorb_pending(State& state, int accepted, float* memory) const
     {
         LeftParts const left[2] = {pending_writes(0, accepted), pending_writes(8, accepted)};
-        state.absorb(shared.pending_kept, accepted > 8, left,
+        state.absorb(shared.pending_kept, accepted > 8, left, memory,
             [&](int half, int key)
             {
                 int const row = 8 * half + 2 * at.column;

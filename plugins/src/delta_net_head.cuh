@@ -17,22 +17,27 @@ struct HeadRows
     static constexpr int kWarps = kSize / 16;
     static constexpr int kThreads = 32 * kWarps;
     using Prepared = PreparedRows<kSize>;
-    using Chunk = ChunkRows<T, kSize>;
+    using Chunk = ChunkRows<T, kSize, 2>;
     static constexpr int kValueStride = kSize + 4; // rows apart begin in other banks
-    static_assert(Chunk::kItems <= kThreads);
+    static constexpr int kInputStride = kSize + 8; // likewise
+    static constexpr int kCopy = 16 / static_cast<int>(sizeof(T)); // numbers that a copy takes
+    static constexpr int kCopies = kSize / kCopy; // of a row
+    static_assert(kBefore * kCopies <= kThreads && kSize <= kThreads);
     using State = StateTile<kSize, kSize>;
 
     struct Shared
     {
         typename Prepared::Keys rows;
         typename Prepared::Weights own;
-        float values[kDeltaRows][kValueStride];
+        alignas(16) T inputs[kBefore + kDeltaRows][kInputStride]; // of the convolution, behind those before them
+        alignas(16) T gates[kDeltaRows][kSize]; // of the outputs
+        Vector<T, kTaps> taps[kSize];
+        alignas(16) float values[kDeltaRows][kValueStride];
         float pending_keys[kDeltaRows][kValueStride];
         float pending_writes[kDeltaRows][kValueStride];
         float pending_behind[kDeltaRows]; // what is left of a row behind the last
         float squares[kWarps][kDeltaRows]; // sums over a warp's values
-        T gates[kDeltaRows][kSize]; // of the outputs
-        uint64_t barriers[2]; // of what was there before, and of what is prepared
+        uint64_t barrier; // of what is prepared
         float pending_kept; // of the state behind the pending rows
         int is_last; // of the blocks that read what value heads share
     };
@@ -44,45 +49,57 @@ struct HeadRows
     int const warp = threadIdx.x / 32;
     int const lane = threadIdx.x % 32;
     int const first = warp * 16; // of the warp's values
-    uint32_t const barrier = shared_address(shared.barriers);
+    uint32_t const barrier = shared_address(&shared.barrier);
 
-    // A thread for all.
-    __device__ __forceinline__ void make_barriers() const
-    {
-        if (threadIdx.x == 0)
-        {
-            init_barrier(barrier, 1);
-            init_barrier(barrier + 8, 1);
-            fence_barrier_inits();
-        }
-        __syncthreads();
-    }
-
-    // Begins to copy the accepted rows' keys and writes, and what gates the outputs: a warp some rows, a lane one.
+    // Begins to copy what the convolution sees, what gates the outputs, and the accepted rows' keys and writes. Nothing
+    // of it goes through registers: those are the state's, and the compiler moves what they get to others, which waits.
     __device__ __forceinline__ void stage_first() const
     {
-        constexpr int kGateBytes = kSize * static_cast<int>(sizeof(T));
-        constexpr int kBytes = kSize * static_cast<int>(sizeof(float));
-        if (threadIdx.x == 0)
+        static_assert(kDeltaRows * kCopies % kThreads == 0);
+#pragma unroll
+        for (int i = 0; i < kDeltaRows * kCopies / kThreads; ++i)
         {
-            expect_bytes(barrier, segment.count * kGateBytes + segment.accepted * 2 * kBytes);
+            int const item = static_cast<int>(threadIdx.x) + i * kThreads;
+            int const row = item / kCopies;
+            int const number = item % kCopies * kCopy;
+            if (row < segment.count)
+            {
+                T const* const from = place.row(segment.first_row + row) + number;
+                stage_16(&shared.inputs[kBefore + row][number], from + place.value_channel());
+                stage_16(&shared.gates[row][number], from + place.channels() + place.first_value());
+            }
         }
-        constexpr int kRowsOfWarp = kDeltaRows / kWarps;
-        int const row = warp * kRowsOfWarp + lane % kRowsOfWarp;
-        int const what = lane / kRowsOfWarp;
-        if (what == 0 && row < segment.accepted)
+        if (threadIdx.x < kBefore * kCopies)
         {
-            copy_bytes(shared_address(shared.pending_keys[row]), place.keys(segment.slot, row), kBytes, barrier);
+            int const row = static_cast<int>(threadIdx.x) / kCopies;
+            int const number = static_cast<int>(threadIdx.x) % kCopies * kCopy;
+            int const at = segment.before + row;
+            T const* const from = at < kBefore ? place.window_row(segment.slot, segment.window + at)
+                                               : place.row(segment.first_row + row - kBefore);
+            stage_16(
+                &shared.inputs[row][number], from + place.value_channel() + number, at >= kBefore || !segment.begins);
         }
-        if (what == 1 && row < segment.accepted)
+        if (threadIdx.x < kSize)
         {
-            copy_bytes(shared_address(shared.pending_writes[row]), place.writes(segment.slot, row), kBytes, barrier);
+            T const* const from = static_cast<T const*>(place.p.conv)
+                + int64_t{place.value_channel() + static_cast<int>(threadIdx.x)} * kTaps;
+            asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(&shared.taps[threadIdx.x])),
+                "l"(from), "n"(kTaps * sizeof(T))
+                : "memory");
         }
-        if (what == 1 && row < segment.count)
+        // Zeros for rows that were not accepted, up to those whose products are not taken.
+        int const rows = segment.accepted > kDeltaRows / 2 ? kDeltaRows : segment.accepted > 0 ? kDeltaRows / 2 : 0;
+#pragma unroll 1
+        for (int item = threadIdx.x; item < rows * (kSize / 4); item += kThreads)
         {
-            T const* const from = place.row(segment.first_row + row) + place.channels() + place.first_value();
-            copy_bytes(shared_address(shared.gates[row]), from, kGateBytes, barrier);
+            int const row = item / (kSize / 4);
+            int const number = item % (kSize / 4) * 4;
+            bool const is_there = row < segment.accepted;
+            int const from = is_there ? row : 0;
+            stage_16(&shared.pending_keys[row][number], place.keys(segment.slot, from) + number, is_there);
+            stage_16(&shared.pending_writes[row][number], place.writes(segment.slot, from) + number, is_there);
         }
+        commit_copies();
     }
 
     // Waits for what was prepared, and begins to copy it.
@@ -93,31 +110,10 @@ struct HeadRows
         {
             auto const& rows = prepared.of_keys(blockIdx.z, place.key_head);
             auto const& own = prepared.of_values(blockIdx.z, place.head);
-            expect_bytes(barrier + 8, sizeof(rows) + sizeof(own));
-            copy_bytes(shared_address(&shared.rows), &rows, sizeof(rows), barrier + 8);
-            copy_bytes(shared_address(&shared.own), &own, sizeof(own), barrier + 8);
+            expect_bytes(barrier, sizeof(rows) + sizeof(own));
+            copy_bytes(shared_address(&shared.rows), &rows, sizeof(rows), barrier);
+            copy_bytes(shared_address(&shared.own), &own, sizeof(own), barrier);
         }
-    }
-
-    // Zeros for rows that were not accepted, up to those whose products are not taken.
-    __device__ __forceinline__ void clear_pending(int accepted) const
-    {
-        int const rows = (accepted > kDeltaRows / 2 ? kDeltaRows : kDeltaRows / 2) - accepted;
-#pragma unroll 1
-        for (int item = threadIdx.x; item < rows * (kSize / 4); item += kThreads)
-        {
-            int const row = accepted + item / (kSize / 4);
-            int const number = item % (kSize / 4) * 4;
-            *reinterpret_cast<float4*>(&shared.pending_keys[row][number]) = {};
-            *reinterpret_cast<float4*>(&shared.pending_writes[row][number]) = {};
-        }
-    }
-
-    // By a warp.
-    __device__ __forceinline__ void multiply_pending_decays() const
-    {
-        float const decay = lane < segment.accepted ? load_new(place.decay(segment.slot, lane)) : 1.f;
-        multiply_pending(decay, shared.pending_behind, shared.pending_kept);
     }
 
     // What the warp's values write of pending rows from `begin` on, by what is left of each row.
@@ -129,10 +125,11 @@ struct HeadRows
         return {from[0] * left[0], from[kValueStride] * left[1], from[8] * left[0], from[kValueStride + 8] * left[1]};
     }
 
-    __device__ __forceinline__ void absorb_pending(State& state, int accepted) const
+    // Leaves the state in memory, too.
+    __device__ __forceinline__ void absorb_pending(State& state, int accepted, float* memory) const
     {
         LeftParts const left[2] = {pending_writes(0), pending_writes(8)};
-        state.absorb(shared.pending_kept, accepted > 8, left,
+        state.absorb(shared.pending_kept, accepted > 8, left, memory,
             [&](int half, int key)
             {
                 float const* const from = &shared.pending_keys[8 * half + 2 * at.column][key];
@@ -260,6 +257,15 @@ struct HeadRows
     // Keeps beside the state what the next step needs; keys by the last block that has read those before them.
     __device__ __forceinline__ void keep() const
     {
+        T* const window = place.window_row(segment.slot, 0) + place.value_channel();
+#pragma unroll 1
+        for (int item = threadIdx.x; item < (kBefore + segment.count) * kCopies; item += kThreads)
+        {
+            int const row = item / kCopies;
+            int const number = item % kCopies * kCopy;
+            *reinterpret_cast<uint4*>(window + int64_t{row} * place.channels() + number)
+                = *reinterpret_cast<uint4 const*>(&shared.inputs[row][number]);
+        }
         if (threadIdx.x < segment.count)
         {
             *place.decay(segment.slot, threadIdx.x) = shared.own.decays[threadIdx.x];
@@ -273,32 +279,44 @@ struct HeadRows
         }
     }
 
-    // Convolves the head's values, once what was before them may be written over.
-    __device__ __forceinline__ void convolve(Chunk const& chunk, typename Chunk::Item const& channels,
-        typename Chunk::Taps const& taps, typename Chunk::Inputs const& inputs) const
+    // Convolves the warp's values.
+    __device__ __forceinline__ void convolve(Chunk const& chunk) const
     {
-        chunk.keep(channels, inputs);
+        typename Chunk::Item item;
+        item.row = lane / 4 * Chunk::kRows;
+        item.number = first + lane % 4 * Chunk::kLane;
+        typename Chunk::Taps taps;
+        typename Chunk::Inputs inputs;
+#pragma unroll
+        for (int i = 0; i < Chunk::kLane; ++i)
+        {
+            taps.at[i] = shared.taps[item.number + i];
+        }
+#pragma unroll
+        for (int i = 0; i < kBefore + Chunk::kRows; ++i)
+        {
+            inputs.at[i] = load_vector<T, Chunk::kLane>(&shared.inputs[item.row + i][item.number]);
+        }
 #pragma unroll
         for (int i = 0; i < Chunk::kRows; ++i)
         {
-            *reinterpret_cast<float4*>(&shared.values[channels.row + i][channels.number])
-                = chunk.convolve(channels, taps, inputs, i);
+            *reinterpret_cast<float4*>(&shared.values[item.row + i][item.number])
+                = chunk.convolve(item, taps, inputs, i);
         }
+        __syncwarp();
     }
 
-    // is_first: of the blocks that begin while rows are still prepared; these absorb meanwhile.
-    __device__ __forceinline__ void run(Prepared const& prepared, Chunk const& chunk, int head, bool is_first) const
+    // is_first: of the blocks that begin while rows are still prepared.
+    __device__ __forceinline__ void run(Prepared const& prepared, Chunk const& chunk, bool is_first) const
     {
-        bool const convolves = threadIdx.x < Chunk::kItems;
-        auto const channels = Chunk::item_of(place.p, place.key_head, gridDim.x,
-            (2 + head) * Chunk::kItems + static_cast<int>(threadIdx.x % Chunk::kItems));
-        typename Chunk::Taps taps = {};
-        typename Chunk::Inputs inputs = {};
-        if (convolves)
+        if (threadIdx.x == 0)
         {
-            taps = Chunk::load_taps(place.p, channels);
-            inputs = chunk.load(channels);
+            init_barrier(barrier, 1);
+            fence_barrier_inits();
         }
+        bool const has_decays = warp == kWarps - 1 && lane < segment.accepted;
+        float const decay = has_decays ? load_new(place.decay(segment.slot, lane)) : 1.f; // not behind the state
+        stage_first();
         float* const memory = place.state(segment.slot) + first * kSize;
         State state;
         if (segment.is_zero)
@@ -309,43 +327,33 @@ struct HeadRows
         {
             state.load(memory);
         }
-        make_barriers();
-        stage_first();
         if (!is_first)
         {
             stage_prepared(prepared);
         }
-        if (segment.accepted > 0)
+        if (warp == kWarps - 1 && segment.accepted > 0)
         {
-            if (warp == kWarps - 1)
-            {
-                multiply_pending_decays();
-            }
-            clear_pending(segment.accepted);
+            multiply_pending(decay, shared.pending_behind, shared.pending_kept);
         }
-        if (convolves)
-        {
-            convolve(chunk, channels, taps, inputs);
-        }
+        wait_for_copies<0>();
         __syncthreads();
-        wait_for_phase(barrier, 0);
         if (threadIdx.x == 0)
         {
             uint32_t const others = gridDim.x - 1; // a key head's value heads are side by side
             shared.is_last = count_reader(place.counter(segment.slot), others) == others;
         }
-        if (segment.accepted > 0)
-        {
-            absorb_pending(state, segment.accepted);
-            state.store(memory);
-        }
-        typename State::Parts parts;
-        state.split(parts);
+        convolve(chunk);
         if (is_first)
         {
             stage_prepared(prepared);
         }
-        wait_for_phase(barrier + 8, 0);
+        if (segment.accepted > 0)
+        {
+            absorb_pending(state, segment.accepted, memory);
+        }
+        typename State::Parts parts;
+        state.split(parts);
+        wait_for_phase(barrier, 0);
         TileNumbers of_keys = {};
         TileNumbers of_queries = {};
         State::read(parts, keys(), queries(), of_keys, of_queries);

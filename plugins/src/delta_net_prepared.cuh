@@ -36,13 +36,13 @@ struct PreparedRows
 
     __device__ __forceinline__ Keys& of_keys(int segment, int key_head) const
     {
-        return static_cast<Keys*>(memory)[int64_t{segment} * key_heads + key_head];
+        return static_cast<Keys*>(memory)[segment * key_heads + key_head];
     }
 
     __device__ __forceinline__ Weights& of_values(int segment, int head) const
     {
-        auto* const behind = static_cast<Keys*>(memory) + int64_t{segments} * key_heads;
-        return reinterpret_cast<Weights*>(behind)[int64_t{segment} * value_heads + head];
+        auto* const behind = static_cast<Keys*>(memory) + segments * key_heads;
+        return reinterpret_cast<Weights*>(behind)[segment * value_heads + head];
     }
 
     size_t bytes() const
@@ -51,17 +51,22 @@ struct PreparedRows
     }
 };
 
-// A block prepares a segment's rows of one key head.
+// A block prepares a segment's rows of one key head: some warps convolve queries and keys and multiply them, meanwhile
+// others make what value heads weigh these products by.
 template <typename T, int kSize>
 struct Preparation
 {
     using Chunk = ChunkRows<T, kSize>;
     using Prepared = PreparedRows<kSize>;
-    static constexpr int kThreads = 256;
-    static constexpr int kWarps = kThreads / 32;
+    static constexpr int kRowWarps = (2 * Chunk::kItems + 31) / 32;
     static constexpr int kMostSolving = 4; // warps
+    static constexpr int kThreads = 32 * (kRowWarps + kMostSolving);
     static constexpr int kProducts = 8; // of keys and queries by keys
-    static_assert(2 * Chunk::kItems <= kThreads);
+
+    // Barriers, and the threads that meet there.
+    static constexpr int kRowsAreThere = 1;
+    static constexpr int kUntilRows = 32 * kRowWarps;
+    static constexpr int kProductsAreThere = 2;
 
     struct alignas(16) Shared
     {
@@ -71,60 +76,102 @@ struct Preparation
         alignas(16) float lower[kMostSolving][kMix]; // A transposed
     };
 
-    // What does not wait for the kernels before this one: which numbers a thread convolves, and by which weights.
-    struct Ahead
-    {
-        typename Chunk::Item item;
-        typename Chunk::Taps taps;
-    };
-
+    dflash_delta_net_params const& p;
     Prepared const& prepared;
     Shared& shared;
     int const index; // of the segment
+    int const key_head;
     int const heads; // of a key head
-    Chunk const chunk;
     int const warp = threadIdx.x / 32;
     int const lane = threadIdx.x % 32;
 
-    __device__ __forceinline__ static Ahead load_ahead(dflash_delta_net_params const& p, int key_head, int heads)
+    // The next kernel begins behind this one's wait: before its own it may read all that the kernels before this one
+    // wrote, and write where they read: states, values' windows, outputs.
+    __device__ __forceinline__ static void wait_for_all()
     {
-        int const index = min(static_cast<int>(threadIdx.x), 2 * Chunk::kItems - 1);
-        auto const item = Chunk::item_of(p, key_head, heads, index);
-        return {item, Chunk::load_taps(p, item)};
+        wait();
+        trigger();
     }
 
-    __device__ __forceinline__ typename Prepared::Weights& of_head(int head) const
+    __device__ __forceinline__ Chunk chunk_of(Segment const& whole) const
     {
-        return prepared.of_values(index, first_head() + head);
+        return {p, whole, whole.absorbed, whole.count - whole.absorbed, key_head};
     }
 
-    __device__ __forceinline__ int first_head() const
+    __device__ __forceinline__ int solving() const
     {
-        return chunk.key_head * heads;
+        return min(heads, kMostSolving);
     }
 
-    __device__ __forceinline__ void prepare_keys(Ahead const& ahead) const
+    __device__ __forceinline__ int until_products() const
     {
-        auto const& item = ahead.item;
-        auto const inputs = chunk.load(item);
-        __syncthreads(); // all have been loaded
-        bool const is_there = threadIdx.x < 2 * Chunk::kItems;
-        if (is_there)
+        return 32 * (kRowWarps + solving());
+    }
+
+    __device__ __forceinline__ void run() const
+    {
+        Guess const guess(p, index);
+        if (warp < kRowWarps)
         {
-            chunk.keep(item, inputs);
+            run_rows(guess);
         }
-        auto& kept = prepared.of_keys(index, chunk.key_head);
+        else if (warp < kRowWarps + solving())
+        {
+            solve(guess, warp - kRowWarps);
+        }
+        else
+        {
+            wait_for_all();
+        }
+    }
+
+    // -- queries and keys ---------------------------------------------------------------------------------------------
+
+    __device__ __forceinline__ void run_rows(Guess const& guess) const
+    {
+        auto const item = Chunk::item_of(p, key_head, heads, min(static_cast<int>(threadIdx.x), 2 * Chunk::kItems - 1));
+        bool const is_there = threadIdx.x < 2 * Chunk::kItems;
+        auto const taps = Chunk::load_taps(p, item);
+        typename Chunk::Sources sources;
+        typename Chunk::Inputs inputs;
+        Segment const whole = guess.load(
+            wait_for_all,
+            [&](Segment const& segment)
+            {
+                sources = chunk_of(segment).find(item);
+                sources.settle();
+            },
+            [&] { inputs = Chunk::load(sources); });
+        if (whole.count <= 0)
+        {
+            return;
+        }
+        Chunk const chunk = chunk_of(whole);
+        chunk.clear_before(item, inputs);
+        auto& kept = prepared.of_keys(index, key_head);
         SplitRows<kSize> const to[2]
             = {{item.head == 0 ? shared.queries : shared.keys}, {item.head == 0 ? kept.queries : kept.keys}};
+        float4 rows[Chunk::kRows];
+        chunk.convolve_normed(item, taps, inputs, rows);
 #pragma unroll
         for (int i = 0; i < Chunk::kRows; ++i)
         {
-            FourParts const parts(Chunk::normed(item, chunk.convolve(item, ahead.taps, inputs, i)));
+            FourParts const parts(rows[i]);
             if (is_there)
             {
                 to[0].store(item.row + i, item.number, parts);
                 to[1].store(item.row + i, item.number, parts);
             }
+        }
+        meet(kRowsAreThere, kUntilRows);
+        for (int part = warp; part < kProducts; part += kRowWarps)
+        {
+            multiply_keys(part);
+        }
+        report(kProductsAreThere, until_products());
+        if (is_there)
+        {
+            chunk.keep(item, inputs); // all have been loaded
         }
     }
 
@@ -138,60 +185,50 @@ struct Preparation
         multiply_rows<kSize, 2>(left, {shared.keys}, columns, item / 4, to, kMixStride);
     }
 
-    // By a warp: what lies between a value head's rows, and the inverse.
-    __device__ __forceinline__ void solve(
-        int head, typename Chunk::Gates const& gates, typename Chunk::Weights const& weights) const
-    {
-        auto& to = of_head(head);
-        chunk.solve(weights, gates.share, shared.products, shared.lower[warp], to.reads, to.solved);
-        __syncwarp(); // what lies between the rows has been read
-    }
+    // -- what lies between rows, of every kMostSolving-th value head, by a warp ---------------------------------------
 
-    __device__ __forceinline__ typename Chunk::Gates make_gates(
-        int head, typename Chunk::Projected const& projected) const
+    __device__ __forceinline__ void solve(Guess const& guess, int solver) const
     {
-        auto const gates = chunk.gates_of(Chunk::load_rate(chunk.p, first_head() + head), projected);
-        float const kept = product_to(gates.decay);
-        if (lane < kDeltaRows)
+        int const first = key_head * heads;
+        auto rate = Chunk::load_rate(p, first + solver);
+        T const* projected_at = nullptr;
+        typename Chunk::Projected projected;
+        Segment const whole = guess.load(
+            wait_for_all,
+            [&](Segment const& segment)
+            {
+                projected_at = chunk_of(segment).find_projected(first + solver);
+                asm volatile("" : "+l"(projected_at)); // now, not where it is read
+            },
+            [&] { projected = Chunk::load_projected(p, projected_at); });
+        if (whole.count <= 0)
         {
-            of_head(head).kept[lane] = kept;
-            of_head(head).decays[lane] = gates.decay;
+            return;
         }
-        return gates;
-    }
-
-    // Once keys and queries are there, some warps make what value heads weigh their products by, and the others these.
-    __device__ __forceinline__ void run(Ahead const& ahead) const
-    {
-        int const solving = min(heads, kMostSolving);
-        bool const solves = warp < solving;
-        typename Chunk::Projected projected = {};
-        if (solves)
+        Chunk const chunk = chunk_of(whole);
+#pragma unroll 1
+        for (int head = solver; head < heads; head += kMostSolving)
         {
-            projected = chunk.load_projected(first_head() + warp);
-        }
-        prepare_keys(ahead);
-        __syncthreads();
-        typename Chunk::Gates gates = {};
-        typename Chunk::Weights weights = {};
-        if (solves)
-        {
-            gates = make_gates(warp, projected);
-            weights = chunk.weigh(gates);
-        }
-        for (int item = warp - solving; !solves && item < kProducts; item += kWarps - solving)
-        {
-            multiply_keys(item);
-        }
-        __syncthreads();
-        if (solves)
-        {
-            solve(warp, gates, weights);
-        }
-        for (int head = warp + solving; solves && head < heads; head += solving)
-        {
-            gates = make_gates(head, chunk.load_projected(first_head() + head));
-            solve(head, gates, chunk.weigh(gates));
+            if (head > solver)
+            {
+                rate = Chunk::load_rate(p, first + head);
+                projected = chunk.load_projected(first + head);
+                __syncwarp(); // what lies between the rows has been read
+            }
+            auto& to = prepared.of_values(index, first + head);
+            auto const gates = chunk.gates_of(rate, projected);
+            float const kept = product_to(gates.decay);
+            if (lane < kDeltaRows)
+            {
+                to.kept[lane] = kept;
+                to.decays[lane] = gates.decay;
+            }
+            auto const weights = chunk.weigh(gates);
+            if (head == solver)
+            {
+                meet(kProductsAreThere, until_products());
+            }
+            chunk.solve(weights, gates.share, shared.products, shared.lower[solver], to.reads, to.solved);
         }
     }
 };

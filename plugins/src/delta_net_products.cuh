@@ -205,11 +205,17 @@ struct FourParts
 {
     uint4 words;
 
-    __device__ __forceinline__ explicit FourParts(float4 x)
+    // Of numbers that are scaled already.
+    __device__ __forceinline__ explicit FourParts(float4 const& x)
     {
-        HalfParts const first(x.x * kRowScale, x.y * kRowScale);
-        HalfParts const second(x.z * kRowScale, x.w * kRowScale);
+        HalfParts const first(x.x, x.y);
+        HalfParts const second(x.z, x.w);
         words = {first.high, second.high, first.low, second.low};
+    }
+
+    __device__ __forceinline__ static FourParts scaled(float4 const& x)
+    {
+        return FourParts(float4{x.x * kRowScale, x.y * kRowScale, x.z * kRowScale, x.w * kRowScale});
     }
 };
 
@@ -329,18 +335,14 @@ struct StateTile
         }
     }
 
-    __device__ __forceinline__ void store(float* to) const
+    __device__ __forceinline__ void store(float* to, int group) const
     {
         DeltaLane const lane;
 #pragma unroll
-        for (int group = 0; group < kGroups; ++group)
+        for (int below = 0; below < 2; ++below)
         {
-#pragma unroll
-            for (int below = 0; below < 2; ++below)
-            {
-                float* const row = to + (lane.row + 8 * below) * kSize + 16 * group + 4 * lane.column;
-                *reinterpret_cast<float4*>(row) = *reinterpret_cast<float4 const*>(at[group][below]);
-            }
+            float* const row = to + (lane.row + 8 * below) * kSize + 16 * group + 4 * lane.column;
+            *reinterpret_cast<float4*>(row) = *reinterpret_cast<float4 const*>(at[group][below]);
         }
     }
 
@@ -356,16 +358,18 @@ struct StateTile
     // By what the lane's row, or that 8 below, is scaled before it is parted.
     __device__ __forceinline__ HalfScale scale(int below) const
     {
-        float most = 0.f;
+        float of_column[4]; // none waits for the others
 #pragma unroll
-        for (int group = 0; group < kGroups; ++group)
+        for (int i = 0; i < 4; ++i)
         {
+            of_column[i] = fabsf(at[0][below][i]);
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
+            for (int group = 1; group < kGroups; ++group)
             {
-                most = fmaxf(most, fabsf(at[group][below][i]));
+                of_column[i] = fmaxf(of_column[i], fabsf(at[group][below][i]));
             }
         }
+        float most = fmaxf(fmaxf(of_column[0], of_column[1]), fmaxf(of_column[2], of_column[3]));
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
         return HalfScale(fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2)));
     }
@@ -450,10 +454,10 @@ struct StateTile
 
     // Forgets, and writes 16 rows, or the first 8 of them: state <- kept * state + writes * keys. left holds the writes
     // of 8 rows each, and right_of(tile, key) gives the lane's two rows' keys. Added to the state by FP32 additions:
-    // those of the products round down.
+    // those of the products round down. Stores it, too, group by group: all at once would wait for each other.
     template <typename RightOf>
     __device__ __forceinline__ void absorb(
-        float kept, bool has_more, LeftParts const (&left)[2], RightOf const& right_of)
+        float kept, bool has_more, LeftParts const (&left)[2], float* to, RightOf const& right_of)
     {
         DeltaLane const lane;
 #pragma unroll
@@ -477,6 +481,11 @@ struct StateTile
             {
                 float& x = at[group][i % 4 / 2][i / 4 * 2 + i % 2];
                 x = fmaf(x, kept, sums[i / 4][i % 4]);
+            }
+            store(to, group);
+            if (group % 2 != 0)
+            {
+                __syncwarp(); // the compiler would put stores off to the last
             }
         }
     }

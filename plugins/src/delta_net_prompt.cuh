@@ -206,7 +206,8 @@ struct PromptRows
         {
             int const row = item / 4 % kDeltaRows;
             int const number = item / (4 * kDeltaRows) * 16 + item % 4 * 4;
-            queries[item] = FourParts(*reinterpret_cast<float4 const*>(shared.rows + row * kStride + number)).words;
+            float4 const* const from = reinterpret_cast<float4 const*>(shared.rows + row * kStride + number);
+            queries[item] = FourParts::scaled(*from).words;
         }
 #pragma unroll
         for (int item = threadIdx.x - 32 * kHeads; item < Range::kRowNumbers / 4; item += kOthers)

@@ -379,7 +379,11 @@ struct PromptStates
                 phase ^= 1;
             }
         }
-        state.store(this->state());
+#pragma unroll
+        for (int group = 0; group < State::kGroups; ++group)
+        {
+            state.store(this->state(), group);
+        }
     }
 };
 

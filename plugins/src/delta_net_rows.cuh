@@ -2,6 +2,7 @@
 // value head's decays and shares.
 #pragma once
 
+#include "delta_net_products.cuh"
 #include "delta_net_work.cuh"
 
 namespace dflash
@@ -42,6 +43,14 @@ __device__ __forceinline__ float kept_if(bool is_kept, float x)
 __device__ __forceinline__ void stage_16(void* to, void const* from)
 {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
+// The same, or writes zeros.
+__device__ __forceinline__ void stage_16(void* to, void const* from, bool is_there)
+{
+    int const bytes = is_there ? 16 : 0;
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
+        : "memory");
 }
 
 // Products of what the first 16 lanes have, up to a lane's own.
@@ -88,12 +97,13 @@ __device__ __forceinline__ void multiply_pending(float decay, float* behind_last
     }
 }
 
-template <typename T, int kSize>
+// kOfThread: rows.
+template <typename T, int kSize, int kOfThread = 4>
 struct ChunkRows
 {
     static constexpr int kLane = 4; // channels of a thread
     static constexpr int kLanes = kSize / kLane; // threads of a head's row
-    static constexpr int kRows = 4; // of a thread
+    static constexpr int kRows = kOfThread;
     static constexpr int kItems = kLanes * kDeltaRows / kRows; // of a head: threads that have all of its numbers
     using Four = Vector<T, kLane>;
 
@@ -149,6 +159,44 @@ struct ChunkRows
         return taps;
     }
 
+    // Where the rows lie, and those before them.
+    struct Sources
+    {
+        char const* at[kBefore + kRows];
+
+        // Has the addresses worked out here, not where they are read.
+        __device__ __forceinline__ void settle()
+        {
+#pragma unroll
+            for (auto& from : at)
+            {
+                asm volatile("" : "+l"(from));
+            }
+        }
+    };
+
+    __device__ __forceinline__ Sources find(Item const& item) const
+    {
+        Sources sources;
+        int const begin = first + item.row; // of the segment's rows
+        int const last = count - 1 - item.row; // past it that one again
+        char const* const rows = reinterpret_cast<char const*>(static_cast<T const*>(p.x)
+            + int64_t{segment.first_row + begin} * static_cast<int>(p.x_row_stride) + item.channel);
+        char const* const before = reinterpret_cast<char const*>(window(segment.window + begin) + item.channel);
+        int const row_bytes = static_cast<int>(p.x_row_stride * sizeof(T));
+        int const window_bytes = channels_of<kSize>(p) * static_cast<int>(sizeof(T));
+#pragma unroll
+        for (int i = 0; i < kBefore + kRows; ++i)
+        {
+            sources.at[i] = rows + int64_t{min(i - kBefore, last)} * row_bytes;
+            if (i < kBefore && begin + i < kBefore)
+            {
+                sources.at[i] = before + int64_t{i} * window_bytes;
+            }
+        }
+        return sources;
+    }
+
     // The rows, and those before them.
     struct Inputs
     {
@@ -156,35 +204,35 @@ struct ChunkRows
     };
 
     // Past the L1 cache: a kernel that has not waited yet may find there what was before.
-    __device__ __forceinline__ Inputs load(Item const& item) const
+    __device__ __forceinline__ static Inputs load(Sources const& sources)
     {
         Inputs inputs;
-        int const begin = first + item.row; // of the segment's rows
-        int const last = count - 1 - item.row; // past it that one again
-        char const* const rows = reinterpret_cast<char const*>(
-            static_cast<T const*>(p.x) + (segment.first_row + begin) * p.x_row_stride + item.channel);
-        char const* const before = reinterpret_cast<char const*>(window(segment.window + begin) + item.channel);
-        int const row_bytes = static_cast<int>(p.x_row_stride * sizeof(T));
-        int const window_bytes = channels_of<kSize>(p) * static_cast<int>(sizeof(T));
 #pragma unroll
         for (int i = 0; i < kBefore + kRows; ++i)
         {
-            char const* from = rows + static_cast<int64_t>(min(i - kBefore, last)) * row_bytes;
-            if (i < kBefore && begin + i < kBefore)
-            {
-                from = before + int64_t{i} * window_bytes;
-            }
-            inputs.at[i] = load_new(reinterpret_cast<Four const*>(from));
+            inputs.at[i] = load_new(reinterpret_cast<Four const*>(sources.at[i]));
         }
+        return inputs;
+    }
+
+    __device__ __forceinline__ Inputs load(Item const& item) const
+    {
+        Inputs inputs = load(find(item));
+        clear_before(item, inputs);
+        return inputs;
+    }
+
+    // Zeros where a sequence has no rows before these.
+    __device__ __forceinline__ void clear_before(Item const& item, Inputs& inputs) const
+    {
 #pragma unroll
         for (int i = 0; i < kBefore; ++i)
         {
-            if (segment.begins && begin + i < kBefore)
+            if (segment.begins && first + item.row + i < kBefore)
             {
                 inputs.at[i] = {};
             }
         }
-        return inputs;
     }
 
     // What the next step's convolution sees, where what this one's saw lay; all of that must have been loaded.
@@ -207,18 +255,68 @@ struct ChunkRows
         }
     }
 
-    // The convolution of one of the rows, in order; those that the chunk has not are zeros.
-    __device__ __forceinline__ float4 convolve(Item const& item, Taps const& taps, Inputs const& inputs, int row) const
+    // The convolution of one of the rows, in order.
+    __device__ __forceinline__ static float4 convolve(Taps const& taps, Inputs const& inputs, int row)
     {
-        bool const is_there = item.row + row < count;
         float y[kLane];
 #pragma unroll
         for (int i = 0; i < kLane; ++i)
         {
             Four const* const x = inputs.at + row;
-            y[i] = kept_if(is_there, mix(taps.at[i], x[0].at[i], x[1].at[i], x[2].at[i], x[3].at[i]));
+            y[i] = mix(taps.at[i], x[0].at[i], x[1].at[i], x[2].at[i], x[3].at[i]);
         }
         return {y[0], y[1], y[2], y[3]};
+    }
+
+    // Likewise; those that the chunk has not are zeros.
+    __device__ __forceinline__ float4 convolve(Item const& item, Taps const& taps, Inputs const& inputs, int row) const
+    {
+        return masked(item, row, convolve(taps, inputs, row));
+    }
+
+    __device__ __forceinline__ float4 masked(Item const& item, int row, float4 const& y) const
+    {
+        bool const is_there = item.row + row < count;
+        return {kept_if(is_there, y.x), kept_if(is_there, y.y), kept_if(is_there, y.z), kept_if(is_there, y.w)};
+    }
+
+    // The convolution of a thread's rows of queries or keys, normed, and scaled as they are parted; zeros for those
+    // that the chunk has not. By whole warps: each lane of four adds up a row's squares for all of them.
+    __device__ __forceinline__ void convolve_normed(
+        Item const& item, Taps const& taps, Inputs const& inputs, float4 (&y)[kRows]) const
+    {
+        static_assert(kRows == 4 && kLanes >= kRows);
+        float sums[kRows];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+        {
+            y[i] = convolve(taps, inputs, i);
+            sums[i] = y[i].x * y[i].x + y[i].y * y[i].y + y[i].z * y[i].z + y[i].w * y[i].w;
+        }
+        bool const has_last = lane & 2; // two of the rows
+        bool const has_second = lane & 1; // of these
+        float const first = (has_last ? sums[2] : sums[0]) + shuffled(has_last ? sums[0] : sums[2], 2);
+        float const second = (has_last ? sums[3] : sums[1]) + shuffled(has_last ? sums[1] : sums[3], 2);
+        float sum = (has_second ? second : first) + shuffled(has_second ? first : second, 1);
+#pragma unroll
+        for (int step = kRows; step < kLanes; step *= 2)
+        {
+            sum += shuffled(sum, step);
+        }
+        float const whole = item.head == 0 ? kRowScale * rsqrtf(static_cast<float>(kSize)) : kRowScale;
+        float const of_lane = rsqrtf(sum + kLengthEps) * whole;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+        {
+            float const by = __shfl_sync(0xffffffffu, of_lane, i, kRows);
+            y[i] = masked(item, i, {y[i].x * by, y[i].y * by, y[i].z * by, y[i].w * by});
+        }
+    }
+
+    // What lane ^ mask has.
+    __device__ __forceinline__ static float shuffled(float x, int mask)
+    {
+        return __shfl_xor_sync(0xffffffffu, x, mask);
     }
 
     // Norms a row of queries or keys. By whole warps.
@@ -241,11 +339,20 @@ struct ChunkRows
         T decay;
     };
 
+    __device__ __forceinline__ T const* find_projected(int head) const
+    {
+        return static_cast<T const*>(p.gates)
+            + int64_t{segment.first_row + first + min(column, count - 1)} * static_cast<int>(p.gates_row_stride) + head;
+    }
+
+    __device__ __forceinline__ static Projected load_projected(dflash_delta_net_params const& p, T const* from)
+    {
+        return {load_new(from), load_new(from + p.value_heads)};
+    }
+
     __device__ __forceinline__ Projected load_projected(int head) const
     {
-        T const* const from = static_cast<T const*>(p.gates)
-            + int64_t{segment.first_row + first + min(column, count - 1)} * p.gates_row_stride + head;
-        return {load_new(from), load_new(from + p.value_heads)};
+        return load_projected(p, find_projected(head));
     }
 
     // Of a lane's row.

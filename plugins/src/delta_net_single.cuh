@@ -169,8 +169,8 @@ struct SingleRows
         }
         if (warp == kGatesWarp)
         {
-            T const* const gates
-                = static_cast<T const*>(place.p.gates) + int64_t{row} * place.p.gates_row_stride + place.head;
+            T const* const gates = static_cast<T const*>(place.p.gates)
+                + int64_t{row} * static_cast<int>(place.p.gates_row_stride) + place.head;
             inputs.share = gates[0];
             inputs.decay = gates[place.p.value_heads];
         }

@@ -16,6 +16,18 @@ namespace delta
 constexpr int kTaps = 4;
 constexpr int kBefore = kTaps - 1; // rows in front of a row that its convolution sees
 
+// Not `bar.sync`, all threads of which execute the same instruction: here warps of several branches meet.
+__device__ __forceinline__ void meet(int barrier, int threads)
+{
+    asm volatile("barrier.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Arrives at a barrier that others meet at.
+__device__ __forceinline__ void report(int barrier, int threads)
+{
+    asm volatile("barrier.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // Rows that a segment's state absorbs at once.
 __device__ __forceinline__ int count_absorbed(dflash_delta_net_params const& p, int4 const& segment)
 {
@@ -94,6 +106,78 @@ __device__ __forceinline__ int guess_slot(dflash_delta_net_params const& p, int 
     return min(max(slot, 0), p.slots - 1);
 }
 
+// A segment as memory has it already, which whoever writes it may not have done: where it is right, what a block loads
+// need not wait for it. By whole warps.
+struct Guess
+{
+    dflash_delta_net_params const& p;
+    int const index;
+    int4 words; // slot, start, first row, count: within what there is
+    int length;
+
+    __device__ __forceinline__ Guess(dflash_delta_net_params const& p, int index)
+        : p(p)
+        , index(index)
+    {
+        constexpr int kLanes = 32;
+        int const lane = static_cast<int>(threadIdx.x) % kLanes;
+        int const of_lane = load_new(p.lengths + min(lane, p.slots - 1)); // beside the segment, not behind it
+        words = load_new(reinterpret_cast<int4 const*>(p.segments) + index);
+        words.x = min(max(words.x, 0), p.slots - 1);
+        words.y = max(words.y, 0);
+        words.z = min(max(words.z, 0), p.rows - 1);
+        words.w = min(words.w, p.rows - words.z);
+        length = __shfl_sync(0xffffffffu, of_lane, words.x % kLanes);
+        if (words.x >= kLanes)
+        {
+            length = load_new(p.lengths + words.x);
+        }
+        length = max(length, 0);
+    }
+
+    __device__ __forceinline__ Segment segment() const
+    {
+        return Segment(p, words, length);
+    }
+
+    // Waits for the kernels before this one by `wait_for_all`, and loads what a segment needs: by the guess and, if it
+    // was wrong, again. Returns the segment; without rows nothing is loaded for it. `find` works out where that lies:
+    // before the wait, for its code, and the kernel's parameters, come from afar.
+    template <typename Wait, typename Find, typename Load>
+    __device__ __forceinline__ Segment load(Wait const& wait_for_all, Find const& find, Load const& load) const
+    {
+        Segment segment = this->segment();
+        int4 asked;
+        int asked_length = 0;
+#pragma unroll 1
+        for (bool is_sure = false;; is_sure = true)
+        {
+            if (segment.count > 0)
+            {
+                find(segment);
+            }
+            if (!is_sure)
+            {
+                wait_for_all();
+                asked = load_new(reinterpret_cast<int4 const*>(p.segments) + index);
+                asked_length = load_new(p.lengths + words.x);
+            }
+            if (segment.count > 0)
+            {
+                load();
+            }
+            bool const was_right = asked.x == words.x && asked.y == words.y && asked.z == words.z && asked.w == words.w
+                && asked_length == length;
+            if (is_sure || was_right)
+            {
+                return segment;
+            }
+            bool const is_other = asked.x != words.x && asked.w > 0;
+            segment = Segment(p, asked, is_other ? load_new(p.lengths + asked.x) : asked_length);
+        }
+    }
+};
+
 template <int kSize>
 __device__ __forceinline__ int channels_of(dflash_delta_net_params const& p)
 {
@@ -104,7 +188,7 @@ __device__ __forceinline__ int channels_of(dflash_delta_net_params const& p)
 template <typename T, int kSize>
 __device__ __forceinline__ T* window_row(dflash_delta_net_params const& p, int slot, int row)
 {
-    return static_cast<T*>(p.window) + (int64_t{slot} * (kBefore + p.pending) + row) * channels_of<kSize>(p);
+    return static_cast<T*>(p.window) + int64_t{slot * (kBefore + p.pending) + row} * channels_of<kSize>(p);
 }
 
 // Counts one of those that read what a key head's value heads share, and says how many did before: a count that the
@@ -116,7 +200,8 @@ __device__ __forceinline__ uint32_t count_reader(int32_t* counter, uint32_t othe
     return before;
 }
 
-// Where a value head's numbers lie in memory.
+// Where a value head's numbers lie in memory. What counts heads of all slots' rows has 32 bits: 64 take several
+// instructions, in code that comes from memory, in front of the loads that a block waits for.
 template <typename T, int kSize>
 struct Place
 {
@@ -164,7 +249,7 @@ struct Place
 
     __device__ __forceinline__ T const* row(int row) const
     {
-        return static_cast<T const*>(p.x) + int64_t{row} * p.x_row_stride;
+        return static_cast<T const*>(p.x) + int64_t{row} * static_cast<int>(p.x_row_stride);
     }
 
     __device__ __forceinline__ T* window_row(int slot, int row) const
@@ -172,33 +257,38 @@ struct Place
         return delta::window_row<T, kSize>(p, slot, row);
     }
 
+    // Among those of all slots.
+    __device__ __forceinline__ int pending_row(int slot, int row) const
+    {
+        return slot * p.pending + row;
+    }
+
     // [kSize values, kSize keys]
     __device__ __forceinline__ float* state(int slot) const
     {
-        return static_cast<float*>(p.states) + (int64_t{slot} * p.value_heads * kSize + first_value()) * kSize;
+        return static_cast<float*>(p.states) + int64_t{slot * p.value_heads + head} * (kSize * kSize);
     }
 
     // Of a pending row: what it writes [kSize], its keys [kSize], its decay.
     __device__ __forceinline__ float* writes(int slot, int row) const
     {
-        return static_cast<float*>(p.writes) + (int64_t{slot} * p.pending + row) * p.value_heads * kSize
-            + first_value();
+        return static_cast<float*>(p.writes) + int64_t{pending_row(slot, row) * p.value_heads + head} * kSize;
     }
 
     __device__ __forceinline__ float* keys(int slot, int row) const
     {
-        return static_cast<float*>(p.keys) + ((int64_t{slot} * p.pending + row) * p.key_heads + key_head) * kSize;
+        return static_cast<float*>(p.keys) + int64_t{pending_row(slot, row) * p.key_heads + key_head} * kSize;
     }
 
     __device__ __forceinline__ float* decay(int slot, int row) const
     {
-        return static_cast<float*>(p.decays) + (int64_t{slot} * p.pending + row) * p.value_heads + head;
+        return static_cast<float*>(p.decays) + (pending_row(slot, row) * p.value_heads + head);
     }
 
     // Counts the blocks that have read what a key head's value heads share.
     __device__ __forceinline__ int32_t* counter(int slot) const
     {
-        return p.counters + int64_t{slot} * p.key_heads + key_head;
+        return p.counters + (slot * p.key_heads + key_head);
     }
 };
 
