@@ -265,6 +265,14 @@ def test_what_is_no_repository_of_ours_is_never_replaced(tiny_engine, tmp_path):
     assert (tmp_path / "letter.txt").read_text() == "dear"
 
 
+def test_a_repository_in_its_engine_is_refused(tiny_engine, tmp_path):
+    engine = shutil.copytree(tiny_engine, tmp_path / "engine")
+    for output, knob in ((engine / "repository", "--output"), (engine / "a" / "b", "--repository")):
+        with pytest.raises(EngineError, match=f"{output}: lies in the engine, .*; use another {knob}$"):
+            deploy(engine, output, knob=knob)
+    deploy(engine, tmp_path / "engine-repository")
+
+
 def test_deploy_writes_a_repository_and_refuses_what_is_no_engine(tiny_engine, tmp_path):
     printed = succeeds("deploy", "--engine", tiny_engine, "--output", tmp_path / "repository", "--unary")
     assert str(tmp_path / "repository") in printed

@@ -7,7 +7,6 @@ What is written is read again as `build` reads it, and compared with the engine 
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -29,6 +28,7 @@ from trtllm_dflash.engine.directory import (
     TARGET_CONFIG_FILE,
     check_apart,
     check_file,
+    check_outside,
     check_shared_files,
     read_config,
     stands,
@@ -61,8 +61,7 @@ def export(engine: Path, output: Path, force: bool = False, progress: Progress =
     config = read_config(engine)
     _check(engine, config)
     check_apart(output, {"engine": engine})
-    if engine.resolve() in Path(os.path.realpath(output)).parents:
-        raise EngineError(f"{output}: lies in the engine, and would go when that is built again; use another --output")
+    check_outside(output, engine)
     if stands(output) and not (force and _is_export(output)):
         what = (
             "exists; --force replaces it" if _is_export(output) else "exists and is not an export; remove it yourself"

@@ -178,6 +178,19 @@ def check_apart(output: Path, sources: Mapping[str, Path]) -> None:
             raise EngineError(f"{output}: holds the {what} that is read; use another --output")
 
 
+def check_outside(output: Path, engine: Path, knob: str = "--output") -> None:
+    """Checks that a folder to write does not lie in an engine, which is replaced as a whole.
+
+    Args:
+        knob: that says where `output` is.
+
+    Raises:
+        EngineError: it does.
+    """
+    if engine.resolve() in Path(os.path.realpath(output)).parents:
+        raise EngineError(f"{output}: lies in the engine, and would go when that is built again; use another {knob}")
+
+
 def _current_folder() -> Path | None:
     """Finds the folder that we are in; None: it is gone."""
     try:

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field
 
 from trtllm_dflash.engine.directory import (
+    check_outside,
     check_present,
     check_shared_files,
     not_replaced,
@@ -74,10 +75,11 @@ def deploy(
         knob: that says where `output` is, for errors.
 
     Raises:
-        EngineError: `engine` is no engine directory, or `output` is something else or cannot be written.
+        EngineError: `engine` is no engine directory, or `output` is something else, lies in it or cannot be written.
         SettingsError: the engine cannot draft so many tokens, or no such tree.
     """
     files = render(engine, settings or DeploySettings())
+    check_outside(output, engine, knob)
     if stands(output):
         if not is_repository(output):
             raise not_replaced(output, "not a model repository of ours")
