@@ -290,7 +290,8 @@ class CompletionRequest(CommonRequest):
         if self.echo and self.stream:
             raise ApiError(400, "echo: only without stream", "echo")
         if self.replies > 1 and (self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)):
-            raise ApiError(400, "best_of: log-probabilities of prompts only with one reply to each", "best_of")
+            field = "n" if self.best_of is None else "best_of"
+            raise ApiError(400, f"{field}: log-probabilities of prompts only with one reply to each", field)
         return self
 
 
