@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(delta::HeadRows<T, kSize>::kThreads, 2)
         delta::Segment const pending = segment.pending();
         Rows const rows{place, pending, *reinterpret_cast<typename Rows::Shared*>(memory)};
         bool const is_first = index * p.value_heads + place.head < kFirstBlocks;
-        rows.run(prepared, {p, segment, segment.absorbed, pending.count, place.key_head}, is_first);
+        rows.run(prepared, Rows::Chunk::pending(p, segment, place.key_head), is_first);
     }
     else
     {

@@ -73,11 +73,6 @@ struct Block
         wait();
     }
 
-    __device__ __forceinline__ Chunk chunk_of(Segment const& whole) const
-    {
-        return {p, whole, whole.absorbed, whole.count - whole.absorbed, key_head};
-    }
-
     __device__ __forceinline__ int first_value() const
     {
         return place.first_value() + split * kValues;
@@ -110,16 +105,8 @@ struct Block
     __device__ __forceinline__ Segment load_rows(
         Guess const& guess, typename Chunk::Item const& channels, typename Chunk::Inputs& inputs) const
     {
-        typename Chunk::Sources sources;
-        Segment const segment = guess.load(
-            wait_for_all,
-            [&](Segment const& guessed)
-            {
-                sources = chunk_of(guessed).find(channels);
-                sources.settle();
-            },
-            [&] { inputs = Chunk::load(sources); });
-        chunk_of(segment).clear_before(channels, inputs);
+        Segment const segment = Chunk::load_pending(guess, wait_for_all, key_head, channels, inputs);
+        Chunk::pending(p, segment, key_head).clear_before(channels, inputs);
         return segment;
     }
 
@@ -139,7 +126,7 @@ struct Block
         {
             return;
         }
-        Chunk const chunk = chunk_of(whole);
+        Chunk const chunk = Chunk::pending(p, whole, key_head);
         SplitRows<kSize> const to = channels.head == 0 ? queries() : keys();
         float4 rows[Chunk::kRows];
         chunk.convolve_normed(channels, taps, inputs, rows);
@@ -197,7 +184,7 @@ struct Block
         {
             return;
         }
-        Chunk const chunk = chunk_of(whole);
+        Chunk const chunk = Chunk::pending(p, whole, key_head);
         stage_gates(whole.pending());
 #pragma unroll
         for (int i = 0; i < Chunk::kRows; ++i)
@@ -240,10 +227,11 @@ struct Block
             wait_for_all,
             [&](Segment const& segment)
             {
-                projected_at = chunk_of(segment).find_projected(place.head);
+                projected_at = Chunk::pending(p, segment, key_head).find_projected(place.head);
                 bool const is_pending = lane < segment.pending().accepted;
                 decay_at = is_pending ? place.decay(segment.slot, lane) : nullptr;
-                asm volatile("" : "+l"(projected_at), "+l"(decay_at)); // now, not where it is read
+                settle(projected_at);
+                settle(decay_at);
             },
             [&]
             {
@@ -255,7 +243,7 @@ struct Block
             clear_padding(whole);
             return;
         }
-        Chunk const chunk = chunk_of(whole);
+        Chunk const chunk = Chunk::pending(p, whole, key_head);
         multiply_pending(pending_decay, shared.pending_behind, shared.pending_kept);
         report(kPendingIsThere, kWithSolver);
         auto const gates = chunk.gates_of(rate, projected);
@@ -312,7 +300,8 @@ struct Block
             {
                 staged = find_pending(segment.pending());
                 state_at = memory(segment.slot);
-                asm volatile("" : "+l"(staged.from), "+l"(state_at)); // now, not where it is read
+                settle(staged.from);
+                settle(state_at);
             },
             [&]
             {

@@ -93,11 +93,6 @@ struct Preparation
         trigger();
     }
 
-    __device__ __forceinline__ Chunk chunk_of(Segment const& whole) const
-    {
-        return {p, whole, whole.absorbed, whole.count - whole.absorbed, key_head};
-    }
-
     __device__ __forceinline__ int solving() const
     {
         return min(heads, kMostSolving);
@@ -132,21 +127,13 @@ struct Preparation
         auto const item = Chunk::item_of(p, key_head, heads, min(static_cast<int>(threadIdx.x), 2 * Chunk::kItems - 1));
         bool const is_there = threadIdx.x < 2 * Chunk::kItems;
         auto const taps = Chunk::load_taps(p, item);
-        typename Chunk::Sources sources;
         typename Chunk::Inputs inputs;
-        Segment const whole = guess.load(
-            wait_for_all,
-            [&](Segment const& segment)
-            {
-                sources = chunk_of(segment).find(item);
-                sources.settle();
-            },
-            [&] { inputs = Chunk::load(sources); });
+        Segment const whole = Chunk::load_pending(guess, wait_for_all, key_head, item, inputs);
         if (whole.count <= 0)
         {
             return;
         }
-        Chunk const chunk = chunk_of(whole);
+        Chunk const chunk = Chunk::pending(p, whole, key_head);
         chunk.clear_before(item, inputs);
         auto& kept = prepared.of_keys(index, key_head);
         SplitRows<kSize> const to[2]
@@ -197,15 +184,15 @@ struct Preparation
             wait_for_all,
             [&](Segment const& segment)
             {
-                projected_at = chunk_of(segment).find_projected(first + solver);
-                asm volatile("" : "+l"(projected_at)); // now, not where it is read
+                projected_at = Chunk::pending(p, segment, key_head).find_projected(first + solver);
+                settle(projected_at);
             },
             [&] { projected = Chunk::load_projected(p, projected_at); });
         if (whole.count <= 0)
         {
             return;
         }
-        Chunk const chunk = chunk_of(whole);
+        Chunk const chunk = Chunk::pending(p, whole, key_head);
 #pragma unroll 1
         for (int head = solver; head < heads; head += kMostSolving)
         {

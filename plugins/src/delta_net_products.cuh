@@ -335,6 +335,15 @@ struct StateTile
         }
     }
 
+    __device__ __forceinline__ void store(float* to) const
+    {
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group)
+        {
+            store(to, group);
+        }
+    }
+
     __device__ __forceinline__ void store(float* to, int group) const
     {
         DeltaLane const lane;

@@ -379,11 +379,7 @@ struct PromptStates
                 phase ^= 1;
             }
         }
-#pragma unroll
-        for (int group = 0; group < State::kGroups; ++group)
-        {
-            state.store(this->state(), group);
-        }
+        state.store(this->state());
     }
 };
 

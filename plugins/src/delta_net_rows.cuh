@@ -115,6 +115,13 @@ struct ChunkRows
     int const lane = threadIdx.x % 32;
     int const column = threadIdx.x % kDeltaRows;
 
+    // The rows of a segment that stay pending.
+    __device__ __forceinline__ static ChunkRows pending(
+        dflash_delta_net_params const& p, Segment const& whole, int key_head)
+    {
+        return {p, whole, whole.absorbed, whole.count - whole.absorbed, key_head};
+    }
+
     __device__ __forceinline__ T* window(int at) const
     {
         return window_row<T, kSize>(p, segment.slot, at);
@@ -163,16 +170,6 @@ struct ChunkRows
     struct Sources
     {
         char const* at[kBefore + kRows];
-
-        // Has the addresses worked out here, not where they are read.
-        __device__ __forceinline__ void settle()
-        {
-#pragma unroll
-            for (auto& from : at)
-            {
-                asm volatile("" : "+l"(from));
-            }
-        }
     };
 
     __device__ __forceinline__ Sources find(Item const& item) const
@@ -233,6 +230,27 @@ struct ChunkRows
                 inputs.at[i] = {};
             }
         }
+    }
+
+    // Waits for the kernels before this one, and loads the rows that stay pending of the guessed segment, or of another
+    // that it has become; returns that. What is before a sequence is not cleared.
+    template <typename Wait>
+    __device__ __forceinline__ static Segment load_pending(
+        Guess const& guess, Wait const& wait_for_all, int key_head, Item const& item, Inputs& inputs)
+    {
+        Sources sources;
+        return guess.load(
+            wait_for_all,
+            [&](Segment const& guessed)
+            {
+                sources = pending(guess.p, guessed, key_head).find(item);
+#pragma unroll
+                for (auto& from : sources.at)
+                {
+                    settle(from);
+                }
+            },
+            [&] { inputs = load(sources); });
     }
 
     // What the next step's convolution sees, where what this one's saw lay; all of that must have been loaded.

@@ -28,6 +28,13 @@ __device__ __forceinline__ void report(int barrier, int threads)
     asm volatile("barrier.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// Has an address worked out here, not where it is read.
+template <typename T>
+__device__ __forceinline__ void settle(T*& address)
+{
+    asm volatile("" : "+l"(address));
+}
+
 // Rows that a segment's state absorbs at once.
 __device__ __forceinline__ int count_absorbed(dflash_delta_net_params const& p, int4 const& segment)
 {
