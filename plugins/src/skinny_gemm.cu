@@ -64,8 +64,8 @@ template <typename L>
 __device__ __forceinline__ void multiply(
     Launch const& launch, Place const& place, Shared<L> const& shared, Ring<L>& ring)
 {
-    Share const share(launch, place);
-    int const passes = (share.count + L::kGranules - 1) / L::kGranules;
+    Share const share(launch, place, L::kGranules);
+    int const passes = share.passes;
     Inputs<L> inputs{launch, place, shared, share.runs, passes};
     inputs.expect_first();
     Reduce<L> reduce{place, shared};
@@ -103,7 +103,7 @@ __device__ __forceinline__ void multiply(
             break;
         }
         epilogue.load_residual(pass, terms);
-        int const active = min(L::kGranules, share.count - pass * L::kGranules); // granules
+        int const active = share.active(pass); // granules
         float c[L::kGranules][L::kTiles][4] = {};
         mainloop.begin_pass(pass, active, registers);
         mainloop.multiply_pass(registers, c);

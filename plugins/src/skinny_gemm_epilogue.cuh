@@ -48,12 +48,12 @@ struct Epilogue
     __device__ __forceinline__ int output_at(int pass, bool is_own) const
     {
         int const half = is_own ? place.rank : place.rank ^ 1;
-        return (share.first + pass * L::kGranules + granule) * granule_rows + item % 16 / 4 + half * 4;
+        return (share.first + pass * share.of_pass + granule) * granule_rows + item % 16 / 4 + half * 4;
     }
 
     __device__ __forceinline__ bool has_item(int pass) const
     {
-        return item < L::kItems && pass * L::kGranules + granule < share.count;
+        return item < L::kItems && granule < share.active(pass);
     }
 
     // Calls `use` with the terms of each half that the block finishes, and whether it is its own.

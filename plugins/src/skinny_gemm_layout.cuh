@@ -123,18 +123,29 @@ struct Place
     }
 };
 
-// A cluster's or a block's share of the weight's granules, and a block's share of their lines.
+// A cluster's or a block's share of the weight's granules, in passes of equally many, and a block's share of their
+// lines. Each pass goes through all runs: one of a granule or two would wait for the inputs of each.
 struct Share
 {
     int first, count; // granules
+    int passes, of_pass; // granules that a pass has, or the last one at most
     int runs; // of lines, one for each warp
 
-    __device__ __forceinline__ Share(Launch const& launch, Place const& place)
+    // most: granules that a pass may have.
+    __device__ __forceinline__ Share(Launch const& launch, Place const& place, int most)
     {
         int const index = place.is_alone ? blockIdx.x : blockIdx.x / kCluster;
         first = index * launch.granules + min(index, launch.more);
         count = launch.granules + (index < launch.more);
+        passes = (count + most - 1) / most;
+        of_pass = (count + passes - 1) / passes;
         runs = launch.chains.count(place.first_chain);
+    }
+
+    // The granules of a pass.
+    __device__ __forceinline__ int active(int pass) const
+    {
+        return min(of_pass, count - pass * of_pass);
     }
 };
 
@@ -153,7 +164,7 @@ struct Shared
     float* const block_squares = warp_squares + kWarps * L::kTokens; // [kCluster, kTokens]
     uint32_t const full = shared_address(block_squares + kCluster * L::kTokens); // barriers of stages
     uint32_t const empty = full + L::kMostStages * kBarrier;
-    uint32_t const own_barriers = empty + L::kMostStages * kBarrier + warp * 2 * kBarrier; // two of inputs for each warp
+    uint32_t const own_barriers = empty + L::kMostStages * kBarrier + warp * 2 * kBarrier; // two of inputs, a warp
     uint32_t const inbox_barriers = empty + L::kMostStages * kBarrier + kWarps * 2 * kBarrier; // two
     uint32_t const squares_barrier = inbox_barriers + 2 * kBarrier;
 };

@@ -47,7 +47,7 @@ struct BlockScales
         constexpr int kBlock = 128; // rows, and columns: a line of E4M3
         auto const& p = launch.p;
         int const lane = threadIdx.x % 32;
-        int const granule = min(pass * L::kGranules + lane % 8, share.count - 1) + share.first;
+        int const granule = min(pass * share.of_pass + lane % 8, share.count - 1) + share.first;
         int const second = lane / 8 % 2 * (p.swiglu ? p.outputs / 2 : kGranule / 2);
         int const row = granule * (p.swiglu ? kGranule / 2 : kGranule) + second;
         ahead = __ldg(p.scale + static_cast<int64_t>(row / kBlock) * launch.chains.lines + line);

@@ -56,14 +56,14 @@ struct Ring
     // for what is asked for at once comes in no order.
     __device__ __forceinline__ void load()
     {
-        Share const share(launch, place);
+        Share const share(launch, place, L::kGranules);
         int const runs_at_once = L::kMostRuns == 1 ? 1 : launch.runs_at_once;
         int count = 0;
-        for (int first = 0; first < share.count; first += L::kGranules)
+        for (int first = 0; first < share.count; first += share.of_pass)
         {
             for (int first_run = 0; first_run < share.runs; first_run += runs_at_once)
             {
-                for (int granule = first; granule < min(first + L::kGranules, share.count); ++granule)
+                for (int granule = first; granule < min(first + share.of_pass, share.count); ++granule)
                 {
                     for (int run = first_run; run < min(first_run + runs_at_once, share.runs); ++run)
                     {

@@ -470,7 +470,10 @@ def test_swiglu_equals_float64(dtype, size):
 # -- matrix products of few rows ---------------------------------------------------------------------------------------
 
 #: Rows of a weight and inputs: shares of one to many passes, runs of inputs that are not a multiple of the warps.
-SHAPES = [(16, 64), (48, 192), (1040, 128), (2880, 2880), (4096, 512), (6144, 4096), (4096, 12288), (24576, 4096)]
+SHAPES = [
+    *((16, 64), (48, 192), (1040, 128), (2880, 2880), (4096, 512), (6144, 4096), (4096, 12288)),
+    *((14336, 1024), (16480, 1024), (24576, 4096)),
+]
 
 
 def product(shape: tuple[int, int], dtype: torch.dtype, fp8: bool = False) -> tuple[Any, ...]:
