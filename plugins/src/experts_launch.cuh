@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(32 * kMostTopK)
         {
             Pair const out
                 = {from_float<T>(sum[0] + to_float(residual.at[0])), from_float<T>(sum[1] + to_float(residual.at[1]))};
-            store_vector(static_cast<T*>(p.out) + at, out);
+            store_kept(reinterpret_cast<Pair*>(static_cast<T*>(p.out) + at), out);
         }
         __syncthreads(); // the next turn stores where this one read
     }

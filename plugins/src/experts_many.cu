@@ -136,8 +136,8 @@ struct Run
             __shfl_xor_sync(kAll, given.z, 1), __shfl_xor_sync(kAll, given.w, 1)};
         if (stores)
         {
-            to[is_odd] = selected(is_odd, taken, own);
-            to[4 + is_odd] = selected(is_odd, own, taken);
+            store_kept(to + is_odd, selected(is_odd, taken, own));
+            store_kept(to + 4 + is_odd, selected(is_odd, own, taken));
         }
     }
 

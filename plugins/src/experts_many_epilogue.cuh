@@ -80,11 +80,11 @@ struct Epilogue
                 T* const to = out + token * launch.pitch;
                 if (token < item.group.tokens && are_there[0])
                 {
-                    to[places[0]] = from_float<T>(kGateUp ? p.activated(upper, lower) : upper);
+                    store_kept(to + places[0], from_float<T>(kGateUp ? p.activated(upper, lower) : upper));
                 }
                 if (!kGateUp && token < item.group.tokens && are_there[1])
                 {
-                    to[places[1]] = from_float<T>(lower);
+                    store_kept(to + places[1], from_float<T>(lower));
                 }
             }
 #pragma unroll

@@ -292,12 +292,12 @@ struct Epilogue
                 int64_t const pair = group.first + token;
                 if constexpr (kGateUp)
                 {
-                    out[pair * (p.outputs / 2) + row] = from_float<T>(p.activated(upper, lower));
+                    store_kept(out + pair * (p.outputs / 2) + row, from_float<T>(p.activated(upper, lower)));
                 }
                 else
                 {
-                    out[pair * p.outputs + row] = from_float<T>(upper);
-                    out[pair * p.outputs + second_row] = from_float<T>(lower);
+                    store_kept(out + pair * p.outputs + row, from_float<T>(upper));
+                    store_kept(out + pair * p.outputs + second_row, from_float<T>(lower));
                 }
             }
 #pragma unroll

@@ -35,6 +35,37 @@ __device__ __forceinline__ constexpr uint64_t read_once_policy()
     return 0x12f0000000000000;
 }
 
+// For what the next kernels read and the next step writes anew, as `createpolicy.fractional.L2::evict_last` gives it:
+// the memory, which would stop reading weights for each line that leaves the cache, need not see it.
+__device__ __forceinline__ constexpr uint64_t keep_policy()
+{
+    return 0x14f0000000000000;
+}
+
+// Stores 2, 4 or 16 bytes so.
+template <typename T>
+__device__ __forceinline__ void store_kept(T* to, T const& x)
+{
+    if constexpr (sizeof(T) == 2)
+    {
+        auto const bits = reinterpret_cast<uint16_t const&>(x);
+        asm volatile("st.global.L2::cache_hint.b16 [%0], %1, %2;" ::"l"(to), "h"(bits), "l"(keep_policy()) : "memory");
+    }
+    else if constexpr (sizeof(T) == 4)
+    {
+        auto const bits = reinterpret_cast<uint32_t const&>(x);
+        asm volatile("st.global.L2::cache_hint.b32 [%0], %1, %2;" ::"l"(to), "r"(bits), "l"(keep_policy()) : "memory");
+    }
+    else
+    {
+        static_assert(sizeof(T) == 16);
+        auto const bits = reinterpret_cast<uint4 const&>(x);
+        asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(bits.x), "r"(bits.y),
+            "r"(bits.z), "r"(bits.w), "l"(keep_policy())
+            : "memory");
+    }
+}
+
 // Asks the L2 cache for a line, and for so many bytes, a multiple of 16.
 __device__ __forceinline__ void prefetch(void const* from)
 {

@@ -158,10 +158,10 @@ struct Epilogue
                 int64_t const at = static_cast<int64_t>(token + i) * width + output_at(pass, is_own);
                 T* const to = static_cast<T*>(p.out) + at;
                 float const gate = y.at[i], up = y.at[i + 2];
-                *to = from_float<T>(p.swiglu ? rounded<T>(p.gelu ? gelu(gate) : silu(gate)) * up : gate);
+                store_kept(to, from_float<T>(p.swiglu ? rounded<T>(p.gelu ? gelu(gate) : silu(gate)) * up : gate));
                 if (!p.swiglu)
                 {
-                    to[to_second] = from_float<T>(up);
+                    store_kept(to + to_second, from_float<T>(up));
                 }
             }
         }
