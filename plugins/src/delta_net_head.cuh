@@ -51,6 +51,14 @@ struct HeadRows
     int const first = warp * 16; // of the warp's values
     uint32_t const barrier = shared_address(&shared.barrier);
 
+    // States leave the L2 cache first where it would hold all of a net's: they are in the way of the next net's, and
+    // nobody needs them before the next step. More than it holds push each other out, which such a policy disturbs.
+    __device__ __forceinline__ StateAccessByPolicy access() const
+    {
+        constexpr int kFitting = 64 * 1024 * 1024 / (4 * kSize * kSize); // with 50 MB of cache: see the results
+        return {place.p.segment_count * place.p.value_heads <= kFitting ? read_once_policy() : plain_policy()};
+    }
+
     // Begins to copy what the convolution sees, what gates the outputs, and the accepted rows' keys and writes. Nothing
     // of it goes through registers: those are the state's, and the compiler moves what they get to others, which waits.
     __device__ __forceinline__ void stage_first() const
@@ -129,12 +137,14 @@ struct HeadRows
     __device__ __forceinline__ void absorb_pending(State& state, int accepted, float* memory) const
     {
         LeftParts const left[2] = {pending_writes(0), pending_writes(8)};
-        state.absorb(shared.pending_kept, accepted > 8, left, memory,
+        state.absorb(
+            shared.pending_kept, accepted > 8, left, memory,
             [&](int half, int key)
             {
                 float const* const from = &shared.pending_keys[8 * half + 2 * at.column][key];
                 return RightParts(float2{from[0], from[kValueStride]});
-            });
+            },
+            access());
     }
 
     __device__ __forceinline__ SplitRows<kSize> keys() const
@@ -325,7 +335,7 @@ struct HeadRows
         }
         else
         {
-            state.load(memory);
+            state.load(memory, access());
         }
         if (!is_first)
         {

@@ -310,6 +310,43 @@ struct HalfScale
     }
 };
 
+// How a state comes from memory, past the L1 cache, for what was before may lie there; and how it goes back.
+struct StateAccess
+{
+    __device__ __forceinline__ float4 load(float const* from) const
+    {
+        return load_new(reinterpret_cast<float4 const*>(from));
+    }
+
+    __device__ __forceinline__ void store(float* to, float4 const& x) const
+    {
+        *reinterpret_cast<float4*>(to) = x;
+    }
+};
+
+// Likewise, by a policy of the L2 cache.
+struct StateAccessByPolicy
+{
+    uint64_t policy;
+
+    __device__ __forceinline__ float4 load(float const* from) const
+    {
+        float4 x;
+        asm volatile("ld.relaxed.gpu.global.L2::cache_hint.v4.f32 {%0, %1, %2, %3}, [%4], %5;"
+            : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+            : "l"(from), "l"(policy)
+            : "memory");
+        return x;
+    }
+
+    __device__ __forceinline__ void store(float* to, float4 const& x) const
+    {
+        asm volatile("st.global.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "f"(x.x), "f"(x.y),
+            "f"(x.z), "f"(x.w), "l"(policy)
+            : "memory");
+    }
+};
+
 // The state of 16 values and kKeys keys, transposed, of which lane (g, t) has rows g and g + 8: of each group of 16
 // keys numbers 4 t to 4 t + 3.
 template <int kSize, int kKeys>
@@ -319,8 +356,8 @@ struct StateTile
 
     float at[kGroups][2][4]; // [][0: row g, 1: row g + 8][]
 
-    // Past the L1 cache: what was before may lie there.
-    __device__ __forceinline__ void load(float const* from)
+    template <typename Access = StateAccess>
+    __device__ __forceinline__ void load(float const* from, Access const& access = {})
     {
         DeltaLane const lane;
 #pragma unroll
@@ -330,7 +367,7 @@ struct StateTile
             for (int below = 0; below < 2; ++below)
             {
                 float const* const row = from + (lane.row + 8 * below) * kSize + 16 * group + 4 * lane.column;
-                *reinterpret_cast<float4*>(at[group][below]) = load_new(reinterpret_cast<float4 const*>(row));
+                *reinterpret_cast<float4*>(at[group][below]) = access.load(row);
             }
         }
     }
@@ -344,14 +381,15 @@ struct StateTile
         }
     }
 
-    __device__ __forceinline__ void store(float* to, int group) const
+    template <typename Access = StateAccess>
+    __device__ __forceinline__ void store(float* to, int group, Access const& access = {}) const
     {
         DeltaLane const lane;
 #pragma unroll
         for (int below = 0; below < 2; ++below)
         {
             float* const row = to + (lane.row + 8 * below) * kSize + 16 * group + 4 * lane.column;
-            *reinterpret_cast<float4*>(row) = *reinterpret_cast<float4 const*>(at[group][below]);
+            access.store(row, *reinterpret_cast<float4 const*>(at[group][below]));
         }
     }
 
@@ -464,9 +502,9 @@ struct StateTile
     // Forgets, and writes 16 rows, or the first 8 of them: state <- kept * state + writes * keys. left holds the writes
     // of 8 rows each, and right_of(tile, key) gives the lane's two rows' keys. Added to the state by FP32 additions:
     // those of the products round down. Stores it, too, group by group: all at once would wait for each other.
-    template <typename RightOf>
-    __device__ __forceinline__ void absorb(
-        float kept, bool has_more, LeftParts const (&left)[2], float* to, RightOf const& right_of)
+    template <typename RightOf, typename Access = StateAccess>
+    __device__ __forceinline__ void absorb(float kept, bool has_more, LeftParts const (&left)[2], float* to,
+        RightOf const& right_of, Access const& access = {})
     {
         DeltaLane const lane;
 #pragma unroll
@@ -491,7 +529,7 @@ struct StateTile
                 float& x = at[group][i % 4 / 2][i / 4 * 2 + i % 2];
                 x = fmaf(x, kept, sums[i / 4][i % 4]);
             }
-            store(to, group);
+            store(to, group, access);
             if (group % 2 != 0)
             {
                 __syncwarp(); // the compiler would put stores off to the last
