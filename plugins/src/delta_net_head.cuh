@@ -51,11 +51,11 @@ struct HeadRows
     int const first = warp * 16; // of the warp's values
     uint32_t const barrier = shared_address(&shared.barrier);
 
-    // States leave the L2 cache first where it would hold all of a net's: they are in the way of the next net's, and
-    // nobody needs them before the next step. More than it holds push each other out, which such a policy disturbs.
+    // Few enough states leave the L2 cache first: they are in the way of the next net's, and nobody needs them before
+    // the next step. Of more than it holds one pushes the other out, which such a policy disturbs.
     __device__ __forceinline__ StateAccessByPolicy access() const
     {
-        constexpr int kFitting = 64 * 1024 * 1024 / (4 * kSize * kSize); // with 50 MB of cache: see the results
+        constexpr int kFitting = 64 * 1024 * 1024 / (4 * kSize * kSize); // measured with a cache of 50 MB
         return {place.p.segment_count * place.p.value_heads <= kFitting ? read_once_policy() : plain_policy()};
     }
 

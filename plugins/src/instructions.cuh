@@ -35,13 +35,13 @@ __device__ __forceinline__ constexpr uint64_t read_once_policy()
     return 0x12f0000000000000;
 }
 
-// What copies have that name no policy.
+// What accesses have that name no policy.
 __device__ __forceinline__ constexpr uint64_t plain_policy()
 {
     return 0x1000000000000000;
 }
 
-// For what the next kernels read and the next step writes anew, as `createpolicy.fractional.L2::evict_last` gives it:
+// For what the next kernels read and is soon written anew, as `createpolicy.fractional.L2::evict_last` gives it:
 // the memory, which would stop reading weights for each line that leaves the cache, need not see it.
 __device__ __forceinline__ constexpr uint64_t keep_policy()
 {

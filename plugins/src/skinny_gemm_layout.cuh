@@ -123,8 +123,8 @@ struct Place
     }
 };
 
-// A cluster's or a block's share of the weight's granules, in passes of equally many, and a block's share of their
-// lines. Each pass goes through all runs: one of a granule or two would wait for the inputs of each.
+// A cluster's or a block's share of the weight's granules, in passes of equally many but for the last, and a block's
+// share of their lines. Each pass goes through all runs: one of a granule or two would wait for the inputs of each.
 struct Share
 {
     int first, count; // granules
@@ -164,7 +164,7 @@ struct Shared
     float* const block_squares = warp_squares + kWarps * L::kTokens; // [kCluster, kTokens]
     uint32_t const full = shared_address(block_squares + kCluster * L::kTokens); // barriers of stages
     uint32_t const empty = full + L::kMostStages * kBarrier;
-    uint32_t const own_barriers = empty + L::kMostStages * kBarrier + warp * 2 * kBarrier; // two of inputs, a warp
+    uint32_t const own_barriers = empty + L::kMostStages * kBarrier + warp * 2 * kBarrier; // of inputs: a warp has two
     uint32_t const inbox_barriers = empty + L::kMostStages * kBarrier + kWarps * 2 * kBarrier; // two
     uint32_t const squares_barrier = inbox_barriers + 2 * kBarrier;
 };

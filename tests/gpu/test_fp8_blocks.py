@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 #: Rows of a weight and inputs: shares of one to many passes, of no run, one and many; rows that are no whole blocks;
 #: those of Qwen3.5-27B.
 SHAPES = [(16, 128), (1040, 128), (12672, 128), (4096, 512), (192, 2176), (12672, 2048), (6144, 4096), (5120, 17408)]
-SHAPES += [(14336, 512), (34816, 5120)]
+SHAPES += [(14336, 512), (14336, 4096), (14336, 5120), (34816, 5120)]
 on_hopper = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )

@@ -472,7 +472,7 @@ def test_swiglu_equals_float64(dtype, size):
 #: Rows of a weight and inputs: shares of one to many passes, runs of inputs that are not a multiple of the warps.
 SHAPES = [
     *((16, 64), (48, 192), (1040, 128), (2880, 2880), (4096, 512), (6144, 4096), (4096, 12288)),
-    *((14336, 1024), (16480, 1024), (24576, 4096)),
+    *((14336, 1024), (14336, 4096), (14336, 5120), (16480, 1024), (24576, 4096)),
 ]
 
 
