@@ -333,20 +333,20 @@ def test_drafted_text_is_plain_text_where_sequences_wait_for_pages(engine):
 
 def test_states_are_found_by_the_tokens_that_they_stand_behind():
     kept = Checkpoints(slots=3, count=2, pending=4)
-    first, second = kept.keep([1, 2, 3, 4, 5, 6], first=0), kept.keep([1, 2, 9], first=1)
+    first, second = kept.keep([1, 2, 3, 4, 5, 6], first=0, ends=True), kept.keep([1, 2, 9], first=1, ends=True)
     assert {first.place, second.place} == {3, 4}
     # The first stands behind 2 tokens, with 4 rows beside it, the other behind 1.
     assert [kept.find([1, 2, 3, 4, 8, 8], most)[0] for most in (1, 2, 5)] == [1, 2, 4]
     assert kept.find([7, 2, 3], 3) == (0, None)
-    assert kept.keep([1, 2, 9], first=1) is None
+    assert kept.keep([1, 2, 9], first=1, ends=True) is None
     kept.use(kept.find([1, 2, 3], 3)[1])
-    third = kept.keep([5, 5], first=0)
+    third = kept.keep([5, 5], first=0, ends=True)
     assert third.place == second.place  # which was used longer ago than the first
     kept.drop(second)
     assert kept.find([5, 5], 2)[1] is third, "another one's place is not given up"
     for _ in range(2):
         kept.drop(third)
-    places = {kept.keep([6], first=0).place, kept.keep([7], first=0).place}
+    places = {kept.keep([6], first=0, ends=True).place, kept.keep([7], first=0, ends=True).place}
     assert places == {3, 4}, "no two states have one place"
 
 
@@ -464,6 +464,28 @@ def test_a_conversation_goes_on_from_a_state_that_is_kept(paged, hybrid, tmp_pat
                 prompt = [*chain.from_iterable(talk[: 2 * turn + 1])]
                 # A new scheduler knows of no rows.
                 assert llm.generate([prompt], params, draft=False)[0].token_ids == talk[2 * turn + 1], turn
+
+
+@pytest.mark.parametrize("paged", [True, False], ids=["pages", "a page a slot"])
+def test_the_third_prompt_with_a_common_beginning_goes_on_from_its_end(paged, hybrid, tmp_path):
+    target = hybrid("qwen3_5_text", vocab=16)
+    drafter = make_drafter(tmp_path / "drafter", target)
+    pair = {"name": "hybrid", "target": str(target), "drafter": str(drafter), "precision": "fp32"}
+    limits = {"page_size": 64, "kv_memory": 0.01} if paged else {}
+    build(BuildSettings(**pair, max_batch=3, max_seq_len=400, chunk=320, **limits), tmp_path / "engine")
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    prompts = [[token % 15 for token in (IDS * 4)[:280]] + [15, own, *range(14)] * 2 for own in range(3)]
+    with LLM.load(tmp_path / "engine", "cpu") as llm:
+        scheduler, sequences = Scheduler(llm.session), []
+        for prompt in prompts:
+            sequences.append(llm.intake.sequence(prompt, params))
+            scheduler.submit(sequences[-1])
+            while scheduler.busy:
+                scheduler.step()
+        assert [sequence.reused for sequence in sequences] == [0, 0, 281]
+        for prompt, sequence in zip(prompts, sequences, strict=True):
+            assert llm.generate([prompt], params, draft=False)[0].token_ids == sequence.token_ids
+            assert any(sequence.accepted_per_step)
 
 
 def test_inspect_says_how_large_a_slots_state_is(engine):

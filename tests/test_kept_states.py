@@ -12,13 +12,13 @@ def admit(slots, prompt):
     return slots.admit(request(prompt, draft=False), drafts=False)
 
 
-def read_prompt(slots, stay):
-    """What the scheduler does once a step that reads the rest of a prompt is launched, and once it is read."""
+def read_prompt(slots, stay, count=None):
+    """What the scheduler does once a step that reads so many or all tokens is launched, and once it is read."""
     slots.begin_changes()
     slots.pages.copied(stay.lease)
-    first, stay.launched = stay.launched, stay.prompt
+    first, stay.launched = stay.launched, stay.prompt if count is None else stay.launched + count
     slots.keep_state(stay, first)
-    stay.rows = stay.prompt
+    stay.rows = stay.launched
     slots.record(stay)
 
 
@@ -122,3 +122,48 @@ def test_copies_that_a_failed_step_may_have_made_are_not_made_again():
     slots.leave(waiting)
     assert admit(slots, range(2000, 2150)).rows == 0, "its state may be another's"
     assert admit(slots, range(1000, 1150)).rows == 100
+
+
+#: What prompts have in common, and what each goes on with.
+COMMON, OWN = range(1000, 1400), [range(start, start + 40) for start in (2000, 3000, 4000)]
+
+
+def test_a_state_is_kept_where_two_prompts_part_for_those_that_begin_so():
+    slots = Slots(3, Paging(pages=40, rows=64, width=10), MARGIN, Checkpoints(3, 4, 4))
+    first = admit(slots, [*COMMON, *OWN[0]])
+    assert first.readable == 440
+    read_prompt(slots, first)
+    slots.begin_changes()
+    second = admit(slots, [*COMMON, *OWN[1]])
+    assert (second.rows, second.readable) == (0, 400)
+    read_prompt(slots, second, 150)
+    assert second.readable == 250 and not slots.state_copies
+    read_prompt(slots, second, 250)
+    assert second.readable == 40
+    read_prompt(slots, second)
+    slots.begin_changes()
+    third = admit(slots, [*COMMON, *OWN[2]])
+    assert (third.rows, third.readable) == (400, 40)
+
+
+def test_a_conversation_s_next_turn_keeps_no_state_behind_the_reply():
+    slots = Slots(3, Paging(pages=40, rows=64, width=15), MARGIN, Checkpoints(3, 4, 4))
+    first = admit(slots, COMMON)
+    read_prompt(slots, first)
+    first.sequence.token_ids = [*range(5000, 5301)]  # a reply, the last token of which has no row yet
+    assert slots.grow(first)
+    first.rows = 700
+    slots.leave(first)
+    slots.begin_changes()
+    turn = admit(slots, [*COMMON, *range(5000, 5301), *OWN[0]])
+    assert (turn.rows, turn.readable) == (400, 341)
+
+
+def test_a_state_near_a_prompt_s_end_is_that_of_its_end():
+    slots = Slots(3, Paging(pages=40, rows=64, width=10), MARGIN, Checkpoints(3, 4, 4))
+    read_prompt(slots, admit(slots, [*COMMON, *OWN[0]]))
+    slots.begin_changes()
+    second = admit(slots, [*COMMON, 7, 8, 9, 10])
+    assert (second.rows, second.readable) == (0, 404)
+    third = admit(slots, [*COMMON, 7, 8, 9, 10, 11])
+    assert (third.rows, third.readable) == (0, 400)

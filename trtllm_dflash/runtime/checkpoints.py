@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from trtllm_dflash.ops.delta_states import absorbed_rows
 from trtllm_dflash.session.session import Session
 
-#: Tokens between two states that are kept of one prompt; its end is one of them in any case.
+#: Tokens between two states that are kept of one prompt; its end is one of them in any case. Also how many more a kept
+#: state must spare later prompts for a piece to end there.
 SPACING = 256
 
 
@@ -22,11 +23,13 @@ class Checkpoint:
         place: among all states, behind those of the slots.
         tokens: up to the last row that it can be gone on behind.
         length: tokens up to the first one.
+        ends: whether they are a whole prompt: what came behind them was a reply.
     """
 
     place: int
     tokens: list[int]
     length: int
+    ends: bool
 
 
 class Checkpoints:
@@ -39,7 +42,7 @@ class Checkpoints:
     """
 
     def __init__(self, slots: int, count: int, pending: int) -> None:
-        self._pending = pending
+        self.pending = pending
         self._free = list(range(slots + count - 1, slots - 1, -1))
         self._kept: list[Checkpoint] = []  # the one that was used last is the last
 
@@ -66,17 +69,18 @@ class Checkpoints:
         self._kept.append(kept)
         return kept.place
 
-    def keep(self, tokens: list[int], first: int) -> Checkpoint | None:
+    def keep(self, tokens: list[int], first: int, ends: bool) -> Checkpoint | None:
         """Keeps the state behind a step on a sequence's rows from `first` on; None where it is kept already.
 
         Args:
             tokens: the sequence's, up to and with the step's.
+            ends: whether they are its whole prompt.
         """
-        length = first + absorbed_rows(len(tokens) - first, self._pending)
+        length = first + absorbed_rows(len(tokens) - first, self.pending)
         if any(kept.length == length and kept.tokens == tokens for kept in self._kept):
             return None
         place = self._free.pop() if self._free else self._kept.pop(0).place
-        self._kept.append(Checkpoint(place, tokens, length))
+        self._kept.append(Checkpoint(place, tokens, length, ends))
         return self._kept[-1]
 
     def drop(self, state: Checkpoint) -> bool:
@@ -92,6 +96,22 @@ class Checkpoints:
         """Forgets the states that are kept at these places."""
         for state in [kept for kept in self._kept if kept.place in places]:
             self.drop(state)
+
+
+class StateReach:
+    """Reach of a prompt into rows that others left: it goes on from them as far as a kept state does.
+
+    Attributes:
+        rows: that others were found to have left, more than that perhaps.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, ids: list[int], unwritten: Collection[int]) -> None:
+        self._checkpoints, self._ids, self._unwritten = checkpoints, ids, unwritten
+        self.rows = 0
+
+    def __call__(self, rows: int) -> int:
+        self.rows = max(self.rows, rows)
+        return self._checkpoints.find(self._ids, rows, self._unwritten)[0]
 
 
 def checkpoints_of(session: Session) -> Checkpoints | None:

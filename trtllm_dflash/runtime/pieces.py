@@ -9,7 +9,7 @@ from trtllm_dflash.session.calls import Piece, SlotPenalties, SlotSampling, Step
 
 def divided(budget: int, waiting: list[Stay]) -> list[tuple[Stay, int]]:
     """Divides a step's prompt tokens; those that get none are left out."""
-    counts = divide(budget, [stay.prompt - stay.launched for stay in waiting])
+    counts = divide(budget, [stay.readable for stay in waiting])
     return [(stay, count) for stay, count in zip(waiting, counts, strict=True) if count]
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from trtllm_dflash.engine.paging import Paging
-from trtllm_dflash.runtime.checkpoints import SPACING, Checkpoint, Checkpoints
-from trtllm_dflash.runtime.pages import Lease, LinearPages, Pages, Reach
+from trtllm_dflash.runtime.checkpoints import SPACING, Checkpoint, Checkpoints, StateReach
+from trtllm_dflash.runtime.pages import Lease, LinearPages, Pages
 from trtllm_dflash.runtime.request import Sequence
 
 
@@ -26,6 +26,7 @@ class Stay:
         block: rows that its next step can verify: the bonus token, and the drafts that its last step left, or a tree's.
         tree: whether those drafts are a tree.
         kept: tokens up to its last state that is kept, of recurrent layers.
+        branch: tokens that another sequence began with, too, and a state is worth keeping behind; 0: none are.
         states: those that pieces which are not read yet have left to later prompts, with the tokens up to each.
         quiet: tokens up to which its reply grows without a look at it: there are pages for them, and it goes on.
         goes_on: tokens up to which none of the steps under way can bring its end; -1: each of them may.
@@ -44,6 +45,7 @@ class Stay:
     block: int = 1
     tree: bool = False
     kept: int = 0
+    branch: int = 0
     quiet: float = -1
     goes_on: int = -1
     over: bool = False
@@ -63,6 +65,11 @@ class Stay:
     def rows(self, rows: int) -> None:
         self.offset = rows - len(self.sequence.token_ids)
         self.watch()
+
+    @property
+    def readable(self) -> int:
+        """Tokens of its prompt that the next step may read: a piece ends where a state is to be kept."""
+        return (self.branch if self.launched < self.branch else self.prompt) - self.launched
 
     def watch(self) -> None:
         """Finds anew how many tokens its reply may have with no need to look at it."""
@@ -134,18 +141,20 @@ class Slots:
         # Rows that are shared are not computed, and have no log-probabilities.
         ids = sequence.tokens(0, 1 if sequence.awaits_prompt_logprobs else prompt)
         rows = min(prompt + self._margin, self._paging.rows * self._paging.width)
-        reach = None if self._checkpoints is None else self._reach(ids)
+        states = self._checkpoints
+        reach = None if states is None else StateReach(states, ids, self._unwritten())
         lease = (
             self.pages.admit(ids, drafts, rows, reach) if linear is None else linear.admit_to(slot, ids, drafts, reach)
         )
         if lease is None:
             return None
-        self._load_state(slot, ids, lease.rows)
+        kept = self._load_state(slot, ids, lease.rows)
         self._free.remove(slot)
         sequence.shared_pages = 0 if linear is not None else lease.rows // self._paging.rows
         drafter_rows = None if lease.drafter_rows == lease.rows else lease.drafter_rows
         offset = lease.rows - len(sequence.token_ids)
         stay = Stay(slot, sequence, prompt, lease, drafts, lease.rows, offset, drafter_rows)
+        stay.branch = 0 if states is None or reach is None else _branch_of(stay, reach.rows, kept, states.pending)
         stay.goes_on = -1 if sequence.is_watched else sequence.room - 1 - self._ahead
         self._stays[sequence] = stay
         self._update(stay)
@@ -181,30 +190,27 @@ class Slots:
         The next step copies it, before it computes anything.
         """
         checkpoints, end = self._checkpoints, stay.launched
-        if checkpoints is None or (end < stay.prompt and end - stay.kept < SPACING):
+        ends = end == stay.prompt
+        if checkpoints is None or (not ends and end != stay.branch and end - stay.kept < SPACING):
             return
         stay.kept = end
-        state = checkpoints.keep(stay.sequence.tokens(0, end), first)
+        state = checkpoints.keep(stay.sequence.tokens(0, end), first, ends)
         if state is not None:
             self.state_copies.append((stay.slot, state.place))
             stay.states.append((end, state))
-
-    def _reach(self, ids: list[int]) -> Reach:
-        checkpoints, unwritten = self._checkpoints, self._unwritten()
-        assert checkpoints is not None
-        return lambda rows: checkpoints.find(ids, rows, unwritten)[0]
 
     def _unwritten(self) -> set[int]:
         """Finds the places of kept states that no step has copied yet: where the next one fails, they never are."""
         return {target for _, target in self.state_copies}
 
-    def _load_state(self, slot: int, ids: list[int], rows: int) -> None:
-        """Gives a slot the state from which a sequence goes on behind so many rows."""
+    def _load_state(self, slot: int, ids: list[int], rows: int) -> Checkpoint | None:
+        """Gives a slot the state from which a sequence goes on behind so many rows, and returns it."""
         if self._checkpoints is None or not rows:
-            return
+            return None
         reached, kept = self._checkpoints.find(ids, rows, self._unwritten())
         assert reached == rows and kept is not None
         self.state_copies.append((self._checkpoints.use(kept), slot))
+        return kept
 
     def grow(self, stay: Stay) -> bool:
         """Gives a slot the pages that its next step may write to; False: no more are available."""
@@ -294,3 +300,19 @@ class Slots:
         if self.pages.windows is not None:
             stay.enough = min(stay.enough, self._enough[stay.lease.seen.stop])
         stay.watch()
+
+
+def _branch_of(stay: Stay, shared: int, kept: Checkpoint | None, pending: int) -> int:
+    """Finds where a prompt parts from another that began alike, for later ones to go on from there; 0: not worth it.
+
+    Nowhere where it goes on from the other's reply, as the next turn of a conversation does. Nor near its own end: the
+    state that is kept there serves as well.
+
+    Args:
+        shared: rows that the other left.
+        kept: the state that the prompt goes on from.
+        pending: rows at most beside a state.
+    """
+    is_next_turn = kept is not None and kept.ends and len(kept.tokens) == stay.rows
+    is_worth_it = shared - stay.rows >= SPACING and stay.prompt - shared > pending
+    return shared if is_worth_it and not is_next_turn else 0
