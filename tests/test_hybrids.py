@@ -26,7 +26,7 @@ from trtllm_dflash.cost.floor import step_work
 from trtllm_dflash.cost.memory import plan_memory
 from trtllm_dflash.cost.shapes import shape_config
 from trtllm_dflash.cost.states import state_bytes
-from trtllm_dflash.engine.directory import read_config
+from trtllm_dflash.engine.directory import plan_file, read_config, weights_file
 from trtllm_dflash.errors import EngineError, SettingsError
 from trtllm_dflash.kernels import LIBRARY_VARIABLE
 from trtllm_dflash.models import build_target, read_target_config
@@ -488,13 +488,19 @@ def test_the_third_prompt_with_a_common_beginning_goes_on_from_its_end(paged, hy
             assert any(sequence.accepted_per_step)
 
 
-def test_inspect_says_how_large_a_slots_state_is(engine):
+def test_inspect_says_how_large_a_slots_state_is(engine, tmp_path):
     said = succeeds("inspect", engine)
     # 3 nets: 4 heads of 16 x 16; 8 pending rows of 4 x 16, 2 x 16 and 4 numbers; 11 rows of 128 channels.
     size = 4 * 3 * (4 * 16 * 16 + 8 * (64 + 32 + 4) + 11 * 128)
     assert f"states (3 slots' and 4 kept of {size / 1e6:.2f} MB) {7 * size / 1e6:.1f} MB" in said
     assert "and 14 K/V caches and 15 tensors of states, updated in place" in said  # 1 + 6 layers attend
     assert json.loads(succeeds("inspect", engine, "--json"))["memory_per_gpu"]["states"] == 7 * size
+    plan = shutil.copytree(engine, tmp_path / "plan")
+    edit_config(plan, lambda config: config.update(backend="tensorrt", gpu="sm120"))
+    shutil.copy(plan / weights_file(0), plan / plan_file(0))
+    said = succeeds("inspect", plan)
+    assert "states (3 slots' twice and 4 kept of " in said
+    assert "and 14 K/V caches, updated in place, and 9 tensors of states, copied behind a step" in said
     with LLM.load(engine, "cpu") as llm:
         session = llm.session
         held = sum(x.nbytes for x in (*session.caches.values(), *session.states.tensors.values()))

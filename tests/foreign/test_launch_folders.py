@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.checkpoints import edit_config
-from tests.conftest import TINY, succeeds
+from tests.conftest import HYBRID, TINY, succeeds
 from trtllm_dflash.errors import CheckpointError
 from trtllm_dflash.foreign.plan import LaunchSettings
 from trtllm_dflash.foreign.registry import RUNTIMES, launch_of, plan_for
@@ -30,6 +30,15 @@ def test_folders_are_absolute_however_they_are_named(runtime, tmp_path, monkeypa
     assert str(tmp_path / "pair" / "target") in found.words
     assert str(tmp_path / "pair" / "drafter") in found.script()
     assert " pair/" not in found.script()
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_a_text_model_saved_alone_is_launched_as_the_whole_model_is(runtime, tmp_path):
+    shutil.copytree(HYBRID, tmp_path / "pair")
+    pair = {"target": str(tmp_path / "pair" / "target"), "drafter": str(tmp_path / "pair" / "drafter")}
+    alone = launch_of(settings(runtime, **pair)).script()
+    edit_config(tmp_path / "pair" / "target", lambda config: config.update(model_type="qwen3_5"))
+    assert launch_of(settings(runtime, **pair)).script() == alone
 
 
 @pytest.mark.parametrize("target", [".", "../target", "../target/.", "../drafter/../target"])

@@ -6,7 +6,7 @@ from typing import Any
 
 from trtllm_dflash.cost.gpus import GPU, present_gpu
 from trtllm_dflash.cost.memory import MemoryPlan, pages_on_gpu, plan_memory
-from trtllm_dflash.cost.states import checkpoint_count, state_bytes
+from trtllm_dflash.cost.states import checkpoint_count, copies_states, state_bytes
 from trtllm_dflash.engine.config import EngineConfig
 from trtllm_dflash.engine.directory import plan_file, read_config, weights_file
 from trtllm_dflash.engine.paging import Paging
@@ -37,7 +37,13 @@ class Inspection:
     @property
     def states(self) -> str:
         """The slots' states and those that are kept beside them, in words."""
-        return f"{self.config.max_batch} slots' and {checkpoint_count(self.config)} kept"
+        twice = " twice" if self.copies_states else ""
+        return f"{self.config.max_batch} slots'{twice} and {checkpoint_count(self.config)} kept"
+
+    @property
+    def copies_states(self) -> bool:
+        """Whether states are copied behind a step, and not updated in place."""
+        return copies_states(self.config)
 
     @property
     def precision(self) -> str:

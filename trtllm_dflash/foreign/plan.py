@@ -364,6 +364,10 @@ def _check_ranks(settings: LaunchSettings, target: ModelShape | None, drafter: M
             raise SettingsError(
                 f"--tp {settings.tp}: neither divides the {whose}'s {shape.kv_heads} key/value heads, nor they it"
             )
+        if shape.key_heads % settings.tp:
+            raise SettingsError(
+                f"--tp {settings.tp}: does not divide the {whose}'s {shape.key_heads} key heads of gated delta nets"
+            )
 
 
 def _check_nodes(settings: LaunchSettings) -> None:

@@ -49,11 +49,12 @@ class ModelShape:
     """The sizes of a model that memory and limits depend on.
 
     Attributes:
-        family: `model_type` of its config.json.
+        family: `model_type` of its config.json; of a text model that was saved alone, the whole model's.
         head_size: of its largest heads.
         weight_bytes: of the checkpoint, over all ranks.
         caches: of its layers with attention.
         state_bytes: of a sequence's recurrent state, over all ranks; 0 where no layer has one.
+        key_heads: of its gated delta nets; 0 where no layer is one.
         experts: experts of a layer; 0 for a dense model.
         latent: whether its attention is multi-head latent attention (MLA), for which there are kernels of its own.
     """
@@ -67,6 +68,7 @@ class ModelShape:
     weight_bytes: int
     caches: tuple[CacheShape, ...]
     state_bytes: int = 0
+    key_heads: int = 0
     experts: int = 0
     latent: bool = False
 
@@ -138,7 +140,7 @@ def shape_of(raw: Mapping[str, Any], weight_bytes: int) -> ModelShape:
     latent = bool(text.get("kv_lora_rank"))
     head_size = int(text.get("v_head_dim" if latent else "head_dim") or int(text["hidden_size"]) // heads)
     return ModelShape(
-        family=str(raw.get("model_type", "")),
+        family=str(raw.get("model_type", "")).removesuffix("_text"),
         layers=int(text["num_hidden_layers"]),
         heads=heads,
         kv_heads=int(text.get("num_key_value_heads") or heads),
@@ -147,6 +149,7 @@ def shape_of(raw: Mapping[str, Any], weight_bytes: int) -> ModelShape:
         weight_bytes=weight_bytes,
         caches=_caches(text, heads, head_size),
         state_bytes=_state_bytes(text),
+        key_heads=int(text["linear_num_key_heads"]) if _LINEAR in _kinds(text) else 0,
         experts=int(text.get("num_local_experts") or text.get("num_experts") or text.get("n_routed_experts") or 0),
         latent=latent,
     )
