@@ -180,8 +180,9 @@ def test_an_image_models_text_model_names_its_class_to_modelopt(tmp_path):
     assert model.config.architectures == ["Qwen3_5ForCausalLM"]
 
 
-def test_a_prompt_is_read_alike_in_pieces_of_any_size(hybrid, tmp_path):
-    folder = hybrid("qwen3_next")
+@pytest.mark.parametrize("layout", ["qwen3_next", "qwen3_5", "qwen3_5_moe"])
+def test_a_prompt_is_read_alike_in_pieces_of_any_size(layout, hybrid, tmp_path):
+    folder = hybrid(layout)
     llm = load(folder, make_drafter(tmp_path / "drafter", folder, block_size=16))
     one_by_one = logits_of_pieces(llm, IDS, [1] * len(IDS))
     whole = all_logits(llm, IDS)
