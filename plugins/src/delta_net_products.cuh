@@ -341,9 +341,7 @@ struct StateAccessByPolicy
 
     __device__ __forceinline__ void store(float* to, float4 const& x) const
     {
-        asm volatile("st.global.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "f"(x.x), "f"(x.y),
-            "f"(x.z), "f"(x.w), "l"(policy)
-            : "memory");
+        store_by(policy, reinterpret_cast<float4*>(to), x);
     }
 };
 

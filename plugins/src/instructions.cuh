@@ -48,28 +48,34 @@ __device__ __forceinline__ constexpr uint64_t keep_policy()
     return 0x14f0000000000000;
 }
 
-// Stores 2, 4 or 16 bytes so.
+// Stores 2, 4 or 16 bytes by a policy.
 template <typename T>
-__device__ __forceinline__ void store_kept(T* to, T const& x)
+__device__ __forceinline__ void store_by(uint64_t policy, T* to, T const& x)
 {
     if constexpr (sizeof(T) == 2)
     {
         auto const bits = reinterpret_cast<uint16_t const&>(x);
-        asm volatile("st.global.L2::cache_hint.b16 [%0], %1, %2;" ::"l"(to), "h"(bits), "l"(keep_policy()) : "memory");
+        asm volatile("st.global.L2::cache_hint.b16 [%0], %1, %2;" ::"l"(to), "h"(bits), "l"(policy) : "memory");
     }
     else if constexpr (sizeof(T) == 4)
     {
         auto const bits = reinterpret_cast<uint32_t const&>(x);
-        asm volatile("st.global.L2::cache_hint.b32 [%0], %1, %2;" ::"l"(to), "r"(bits), "l"(keep_policy()) : "memory");
+        asm volatile("st.global.L2::cache_hint.b32 [%0], %1, %2;" ::"l"(to), "r"(bits), "l"(policy) : "memory");
     }
     else
     {
         static_assert(sizeof(T) == 16);
         auto const bits = reinterpret_cast<uint4 const&>(x);
         asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(to), "r"(bits.x), "r"(bits.y),
-            "r"(bits.z), "r"(bits.w), "l"(keep_policy())
+            "r"(bits.z), "r"(bits.w), "l"(policy)
             : "memory");
     }
+}
+
+template <typename T>
+__device__ __forceinline__ void store_kept(T* to, T const& x)
+{
+    store_by(keep_policy(), to, x);
 }
 
 // Asks the L2 cache for a line, and for so many bytes, a multiple of 16.

@@ -65,8 +65,7 @@ __device__ __forceinline__ void multiply(
     Launch const& launch, Place const& place, Shared<L> const& shared, Ring<L>& ring)
 {
     Share const share(launch, place, L::kGranules);
-    int const passes = share.passes;
-    Inputs<L> inputs{launch, place, shared, share.runs, passes};
+    Inputs<L> inputs{launch, place, shared, share.runs, share.passes};
     inputs.expect_first();
     Reduce<L> reduce{place, shared};
     reduce.expect_first(inputs.is_normed);
@@ -89,7 +88,7 @@ __device__ __forceinline__ void multiply(
         {
             epilogue.finish(pass - 1, sums, terms);
         }
-        if (pass < passes)
+        if (pass < share.passes)
         {
             epilogue.load_constants(pass, terms);
         }
@@ -98,7 +97,7 @@ __device__ __forceinline__ void multiply(
             wait();
             inputs.load_first();
         }
-        if (pass == passes)
+        if (pass == share.passes)
         {
             break;
         }
@@ -120,7 +119,7 @@ __device__ __forceinline__ void multiply(
         {
             reduce.send_squares();
         }
-        if (pass + 1 < passes)
+        if (pass + 1 < share.passes)
         {
             meet_all(); // the sums have been read
         }
