@@ -381,14 +381,19 @@ def test_a_state_behind_a_step_that_failed_is_no_prompts_beginning(hybrid, tmp_p
     assert replies[2].reused > 0
 
 
+def build_of_16_tokens(hybrid, folder, **limits):
+    """Builds an engine in FP32 whose drafter is right now and then: of 16 tokens."""
+    target = hybrid("qwen3_5_text", vocab=16)
+    pair = {"name": "hybrid", "target": str(target), "drafter": str(make_drafter(folder / "drafter", target))}
+    build(BuildSettings(**pair, precision="fp32", **limits), folder / "engine")
+    return folder / "engine"
+
+
 @pytest.mark.parametrize("when", ["launched", "read"])
 def test_a_step_that_fails_leaves_no_copy_of_a_state_to_the_next(when, hybrid, tmp_path):
     """It may have made them, or not: by the next, another sequence's state may lie where they would copy from."""
-    target = hybrid("qwen3_5_text", vocab=16)
-    pair = {"name": "hybrid", "target": str(target), "drafter": str(make_drafter(tmp_path / "drafter", target))}
     limits = {"max_batch": 3, "max_seq_len": 320, "page_size": 64, "kv_memory": 0.004}
-    build(BuildSettings(**pair, precision="fp32", **limits), tmp_path / "engine")
-    llm = LLM.load(tmp_path / "engine", "cpu")
+    llm = LLM.load(build_of_16_tokens(hybrid, tmp_path, **limits), "cpu")
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     known, other = ([(token + more) % 16 for token in IDS[:90]] for more in (0, 5))
     expected = llm.generate([known], params)[0].token_ids
@@ -438,15 +443,12 @@ def test_a_step_that_fails_leaves_no_copy_of_a_state_to_the_next(when, hybrid, t
 @pytest.mark.principal("pages")
 @pytest.mark.parametrize("paged", [True, False], ids=["pages", "a page a slot"])
 def test_a_conversation_goes_on_from_a_state_that_is_kept(paged, hybrid, tmp_path):
-    target = hybrid("qwen3_5_text", vocab=16)
-    drafter = make_drafter(tmp_path / "drafter", target)
-    pair = {"name": "hybrid", "target": str(target), "drafter": str(drafter), "precision": "fp32"}
     limits = {"page_size": 64, "kv_memory": 0.003} if paged else {}
-    build(BuildSettings(**pair, max_batch=2, max_seq_len=320, chunk=40, **limits), tmp_path / "engine")
+    engine = build_of_16_tokens(hybrid, tmp_path, max_batch=2, max_seq_len=320, chunk=40, **limits)
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     chance = random.Random(1)
     talks = [[[chance.randrange(15) for _ in range(n)]] for n in (30, 75, 130)]
-    with LLM.load(tmp_path / "engine", "cpu") as llm:
+    with LLM.load(engine, "cpu") as llm:
         scheduler = Scheduler(llm.session)
         for turn in range(4):
             prompts = [[*chain.from_iterable(talk)] for talk in talks]
@@ -469,14 +471,11 @@ def test_a_conversation_goes_on_from_a_state_that_is_kept(paged, hybrid, tmp_pat
 
 @pytest.mark.parametrize("paged", [True, False], ids=["pages", "a page a slot"])
 def test_the_third_prompt_with_a_common_beginning_goes_on_from_its_end(paged, hybrid, tmp_path):
-    target = hybrid("qwen3_5_text", vocab=16)
-    drafter = make_drafter(tmp_path / "drafter", target)
-    pair = {"name": "hybrid", "target": str(target), "drafter": str(drafter), "precision": "fp32"}
     limits = {"page_size": 64, "kv_memory": 0.01} if paged else {}
-    build(BuildSettings(**pair, max_batch=3, max_seq_len=400, chunk=320, **limits), tmp_path / "engine")
+    engine = build_of_16_tokens(hybrid, tmp_path, max_batch=3, max_seq_len=400, chunk=320, **limits)
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     prompts = [[token % 15 for token in (IDS * 4)[:280]] + [15, own, *range(14)] * 2 for own in range(3)]
-    with LLM.load(tmp_path / "engine", "cpu") as llm:
+    with LLM.load(engine, "cpu") as llm:
         scheduler, sequences = Scheduler(llm.session), []
         for prompt in prompts:
             sequences.append(llm.intake.sequence(prompt, params))

@@ -61,9 +61,9 @@ def inspect(engine: Path, caches: bool, as_json: bool) -> None:
     if hidden:
         kept = len(cache_shapes(config).keys() & found.io.inputs.keys())
         others = len(hidden) // 2 - kept
-        nets = f"{others} tensors of states" if others else ""
+        nets = f" and {others} tensors of states" if others else ""
         if nets and found.copies_states:
-            updated = f", updated in place, and {nets}, copied behind a step"
+            nets = f", updated in place,{nets}, copied behind a step"
         else:
-            updated = f"{nets and ' and ' + nets}, updated in place"
-        click.echo(f"{'':<18} and {kept} K/V caches{updated} (--caches lists them)")
+            nets += ", updated in place"
+        click.echo(f"{'':<18} and {kept} K/V caches{nets} (--caches lists them)")

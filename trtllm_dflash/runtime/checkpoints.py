@@ -63,11 +63,10 @@ class Checkpoints:
                 best, found = reached, kept
         return best, found
 
-    def use(self, kept: Checkpoint) -> int:
-        """Notes that a state is gone on from; returns its place."""
+    def use(self, kept: Checkpoint) -> None:
+        """Notes that a state is gone on from."""
         self._kept.remove(kept)
         self._kept.append(kept)
-        return kept.place
 
     def keep(self, tokens: list[int], first: int, ends: bool) -> Checkpoint | None:
         """Keeps the state behind a step on a sequence's rows from `first` on; None where it is kept already.
@@ -111,7 +110,35 @@ class StateReach:
 
     def __call__(self, rows: int) -> int:
         self.rows = max(self.rows, rows)
-        return self._checkpoints.find(self._ids, rows, self._unwritten)[0]
+        return self._find(rows)[0]
+
+    def go_on(self, rows: int) -> Checkpoint | None:
+        """Notes that the prompt goes on behind so many rows, which it can; returns the state, None behind none."""
+        reached, kept = self._find(rows)
+        assert reached == rows
+        if kept is not None:
+            self._checkpoints.use(kept)
+        return kept
+
+    def branch(self, rows: int, kept: Checkpoint | None, prompt: int) -> int:
+        """Finds where the prompt parts from another that began alike, for later ones to go on from there.
+
+        Nowhere where it goes on from the other's reply, as the next turn of a conversation does. Nor near its own end:
+        the state that is kept there serves as well.
+
+        Args:
+            rows: that it goes on behind, from the state `kept`.
+            prompt: its tokens.
+
+        Returns:
+            Tokens up to there; 0: not worth a state.
+        """
+        is_next_turn = kept is not None and kept.ends and len(kept.tokens) == rows
+        is_worth_it = self.rows - rows >= SPACING and prompt - self.rows > self._checkpoints.pending
+        return self.rows if is_worth_it and not is_next_turn else 0
+
+    def _find(self, rows: int) -> tuple[int, Checkpoint | None]:
+        return self._checkpoints.find(self._ids, rows, self._unwritten)
 
 
 def checkpoints_of(session: Session) -> Checkpoints | None:

@@ -141,20 +141,19 @@ class Slots:
         # Rows that are shared are not computed, and have no log-probabilities.
         ids = sequence.tokens(0, 1 if sequence.awaits_prompt_logprobs else prompt)
         rows = min(prompt + self._margin, self._paging.rows * self._paging.width)
-        states = self._checkpoints
-        reach = None if states is None else StateReach(states, ids, self._unwritten())
+        reach = None if self._checkpoints is None else StateReach(self._checkpoints, ids, self._unwritten())
         lease = (
             self.pages.admit(ids, drafts, rows, reach) if linear is None else linear.admit_to(slot, ids, drafts, reach)
         )
         if lease is None:
             return None
-        kept = self._load_state(slot, ids, lease.rows)
         self._free.remove(slot)
         sequence.shared_pages = 0 if linear is not None else lease.rows // self._paging.rows
         drafter_rows = None if lease.drafter_rows == lease.rows else lease.drafter_rows
         offset = lease.rows - len(sequence.token_ids)
         stay = Stay(slot, sequence, prompt, lease, drafts, lease.rows, offset, drafter_rows)
-        stay.branch = 0 if states is None or reach is None else _branch_of(stay, reach.rows, kept, states.pending)
+        if reach is not None:
+            self._load_state(stay, reach)
         stay.goes_on = -1 if sequence.is_watched else sequence.room - 1 - self._ahead
         self._stays[sequence] = stay
         self._update(stay)
@@ -203,14 +202,12 @@ class Slots:
         """Finds the places of kept states that no step has copied yet: where the next one fails, they never are."""
         return {target for _, target in self.state_copies}
 
-    def _load_state(self, slot: int, ids: list[int], rows: int) -> Checkpoint | None:
-        """Gives a slot the state from which a sequence goes on behind so many rows, and returns it."""
-        if self._checkpoints is None or not rows:
-            return None
-        reached, kept = self._checkpoints.find(ids, rows, self._unwritten())
-        assert reached == rows and kept is not None
-        self.state_copies.append((self._checkpoints.use(kept), slot))
-        return kept
+    def _load_state(self, stay: Stay, reach: StateReach) -> None:
+        """Gives a slot the state from which its sequence goes on."""
+        kept = reach.go_on(stay.rows)
+        if kept is not None:
+            self.state_copies.append((kept.place, stay.slot))
+        stay.branch = reach.branch(stay.rows, kept, stay.prompt)
 
     def grow(self, stay: Stay) -> bool:
         """Gives a slot the pages that its next step may write to; False: no more are available."""
@@ -300,19 +297,3 @@ class Slots:
         if self.pages.windows is not None:
             stay.enough = min(stay.enough, self._enough[stay.lease.seen.stop])
         stay.watch()
-
-
-def _branch_of(stay: Stay, shared: int, kept: Checkpoint | None, pending: int) -> int:
-    """Finds where a prompt parts from another that began alike, for later ones to go on from there; 0: not worth it.
-
-    Nowhere where it goes on from the other's reply, as the next turn of a conversation does. Nor near its own end: the
-    state that is kept there serves as well.
-
-    Args:
-        shared: rows that the other left.
-        kept: the state that the prompt goes on from.
-        pending: rows at most beside a state.
-    """
-    is_next_turn = kept is not None and kept.ends and len(kept.tokens) == stay.rows
-    is_worth_it = shared - stay.rows >= SPACING and stay.prompt - shared > pending
-    return shared if is_worth_it and not is_next_turn else 0
