@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt
 from trtllm_dflash.catalog import CatalogEntry, find_entry
 from trtllm_dflash.checkpoint.ranks import unshared_heads
 from trtllm_dflash.cost.gpus import GB, GPU, GPUS, find_gpu, gigabytes, present_gpu
-from trtllm_dflash.errors import SettingsError
+from trtllm_dflash.errors import CheckpointError, SettingsError
 from trtllm_dflash.foreign.shapes import (
     DrafterFacts,
     ModelShape,
@@ -281,6 +281,7 @@ def _names(settings: LaunchSettings, entry: CatalogEntry | None) -> tuple[str, s
     target = settings.target or (entry.target if entry is not None else None)
     if target is None:
         raise SettingsError("say what to launch: --model NAME, or --target DIR with --drafter DIR")
+    _folder_of("--target", target)  # before its drafter is missed
     if settings.method == "none":
         if settings.drafter is not None:
             raise SettingsError(f"--drafter {settings.drafter}: --method none drafts nothing; leave it out")
@@ -302,7 +303,7 @@ def _shapes(
     settings: LaunchSettings, entry: CatalogEntry | None, target: str, drafter: str | None
 ) -> tuple[ModelShape | None, DrafterFacts]:
     """Reads shapes from folders on this machine, else from the tables, which have the catalog's checkpoints alone."""
-    folder = find_folder(target)
+    folder = _folder_of("--target", target)
     published = entry is not None and target == entry.target
     shape = published_target(entry.name) if published and entry is not None else None
     if folder is not None:
@@ -310,7 +311,7 @@ def _shapes(
         shape = found if found.weight_bytes or shape is None else shape  # the cache may hold its tokenizer alone
     if drafter is None:
         return shape, DrafterFacts(None)
-    folder = find_folder(drafter)
+    folder = _folder_of("--drafter", drafter)
     if settings.method == "eagle3":
         return shape, DrafterFacts(None, shape=read_shape(folder) if folder is not None else None)
     if folder is not None:
@@ -320,6 +321,14 @@ def _shapes(
             f"--drafter {drafter}: is not on this machine, so its block size is not known; give a folder"
         )
     return shape, DrafterFacts(entry.block_size, published_drafter(entry.name))
+
+
+def _folder_of(flag: str, name: str) -> Path | None:
+    """Finds a checkpoint as `find_folder` does; its error names the flag."""
+    try:
+        return find_folder(name)
+    except CheckpointError as error:
+        raise CheckpointError(f"{flag} {error}") from None
 
 
 def _as_given(name: str) -> str:

@@ -212,13 +212,15 @@ def find_folder(name: str) -> Path | None:
     """Finds a checkpoint on this machine: a folder, the package's, or the Hugging Face cache's. Downloads nothing.
 
     Raises:
-        CheckpointError: it is a path, and there is no such folder.
+        CheckpointError: it is a path, or has no owner as names at Hugging Face have, and there is no such folder.
     """
     if names_folder(name):
         return Path(os.path.abspath(resolve(name)))  # without any ..
     try:
         folder = Path(snapshot_download(name, allow_patterns=["*.json"], local_files_only=True))
     except Exception:  # not cached, or not a repository's name: the caller goes by its table
+        if "/" not in name:
+            raise CheckpointError(f"{name} does not exist; pass a checkpoint folder or OWNER/NAME") from None
         return None
     return folder if (folder / "config.json").is_file() else None
 
