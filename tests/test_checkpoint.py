@@ -425,6 +425,11 @@ def test_tp_that_divides_everything_is_accepted(tmp_path):
             2,
             "--tp 2 does not divide the 3 key/value heads, nor they it; possible: 1, 3, 6, 12",
         ),
+        (
+            {"heads": 12, "kv_heads": 3, "vocab": 132},
+            8,
+            "--tp 8 does not divide the 12 query heads, nor the 3 key/value heads, nor they it; possible: 1, 3, 6, 12",
+        ),
     ],
 )
 def test_tp_that_does_not_divide_names_what_would(tmp_path, options, tp, message):
@@ -437,7 +442,7 @@ def test_tp_must_divide_the_drafter_too(tmp_path):
     target = make_target(tmp_path / "target", heads=8)
     pair = open_pair(target, make_drafter(tmp_path / "drafter", target, heads=4))
     assert pair.drafter is not None
-    with pytest.raises(SettingsError, match=r"possible: 1, 2, 4$"):
+    with pytest.raises(SettingsError, match=r"^--tp 8 does not divide the drafter's 4 query heads; possible: 1, 2, 4$"):
         check_tp(8, pair.target_config, pair.drafter.config)
 
 

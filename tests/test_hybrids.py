@@ -578,6 +578,10 @@ def test_two_ranks_decode_as_one_does(layout, ep, hybrid, tmp_path):
             "is a setting of --backend tensorrt; here it is torch, since it has our GPU kernels for gated delta nets",
         ),
         (("--tp", "4"), "--tp 4 does not divide the 2 key heads of its gated delta nets; possible: 1, 2"),
+        (
+            ("--tp", "8"),
+            "--tp 8 does not divide the 4 query heads, nor the 2 key heads of its gated delta nets; possible: 1, 2",
+        ),
     ],
 )
 def test_what_is_not_computed_is_refused(flags, message, hybrid, tmp_path):

@@ -381,8 +381,9 @@ def test_tensorrt_llm_takes_all_rows_of_a_full_batch_in_a_step():
     [
         ("--model qwen3-8b --draft-length 16", "--draft-length 16: the drafter was trained for blocks of 16"),
         ("--model qwen3-8b --pp 2", "--pp 2: none of the runtimes drafts with pipeline parallelism"),
-        ("--model qwen3-8b --tp 3", "--tp 3: does not divide the target's 32 attention heads"),
-        ("--model tiny-hybrid --tp 4", "--tp 4: does not divide the target's 2 key heads of gated delta nets"),
+        ("--model qwen3-8b --tp 3", "--tp 3: does not divide the target's 32 query heads"),
+        ("--model tiny-hybrid --tp 8", "the target's 4 query heads, nor the 2 key heads of its gated delta nets"),
+        ("--model tiny-hybrid --tp 4", "--tp 4: does not divide the target's 2 key heads of its gated delta nets"),
         ("--model qwen3-8b --max-seq-len 50000", "--max-seq-len 50000: the target takes at most 40960 positions"),
         ("--model qwen3-8b --method none --draft-length 4", "--draft-length 4: --method none drafts nothing"),
         ("--model qwen3-8b --method none --drafter x", "--drafter x: --method none drafts nothing"),

@@ -1,6 +1,6 @@
 """Numbers of ranks that can share a model."""
 
-from typing import Literal
+from collections.abc import Iterable
 
 from trtllm_dflash.errors import SettingsError
 from trtllm_dflash.models.decoder import DecoderConfig
@@ -19,30 +19,39 @@ def check_tp(tp: int, target: DecoderConfig, drafter: DrafterConfig | None = Non
         if trouble:
             most = max(config.heads for config in configs)
             fitting = [str(n) for n in range(1, most + 1) if not any(_indivisible(n, config) for config in configs)]
-            raise SettingsError(f"--tp {tp} does not divide {trouble}; possible: {', '.join(fitting)}")
+            whose = "the drafter's" if config is drafter else "the"
+            raise SettingsError(f"--tp {tp} does not divide {whose} {trouble}; possible: {', '.join(fitting)}")
 
 
-def unshared_heads(tp: int, heads: int, kv_heads: int) -> Literal["query", "key/value"] | None:
-    """Names the heads of a layer that `tp` ranks cannot share evenly; None: they can share both kinds.
+def unshared_heads(tp: int, heads: int, kv_heads: Iterable[int], key_heads: int) -> str | None:
+    """Names the heads of a model that `tp` ranks cannot share evenly; None: they can share every kind.
 
-    Query heads are divided; a key/value head may be held by several neighbouring ranks.
+    Query heads are divided, and the key heads of gated delta nets; a key/value head may be held by several neighbouring
+    ranks. Where query heads cannot be shared, others are named only if they rule out numbers that divide these.
+
+    Args:
+        kv_heads: of each kind of layer that attends.
+        key_heads: 0 where no layer is a gated delta net.
     """
-    if tp < 1 or heads % tp:
-        return "query"
-    return "key/value" if kv_heads % tp and tp % kv_heads else None
+    if tp < 1:
+        return f"{heads} query heads"
+    divisors = [n for n in range(1, heads + 1) if heads % n == 0]
+    unshared = [f"{heads} query heads"] if heads % tp else []
+    if key_heads % tp and any(key_heads % n for n in divisors):
+        unshared.append(f"{key_heads} key heads of its gated delta nets")
+    for count in kv_heads:
+        if count % tp and tp % count and any(count % n and n % count for n in divisors):
+            unshared.append(f"{count} key/value heads, nor they it")
+    return ", nor the ".join(unshared) or None
 
 
 def _indivisible(tp: int, config: DecoderConfig) -> str | None:
     """Names the part of a model that `tp` ranks cannot share evenly; None: they can share all of it."""
-    kv_heads = config.kv_heads
-    if config.full_attention is not None and unshared_heads(tp, config.heads, kv_heads) is None:
-        kv_heads = config.full_attention.kv_heads
-    heads = unshared_heads(tp, config.heads, kv_heads)
-    if heads == "query":
-        return f"the {config.heads} query heads"
-    delta = config.delta
-    if delta is not None and delta.key_heads % tp:
-        return f"the {delta.key_heads} key heads of its gated delta nets"
+    kv_heads = {heads for i in config.attention_layers for heads, _ in config.caches(i).values()}
+    key_heads = 0 if config.delta is None else config.delta.key_heads
+    heads = unshared_heads(tp, config.heads, sorted(kv_heads), key_heads)
+    if heads is not None:
+        return heads
     moe = config.moe
     sizes = {"rows of the vocabulary": config.vocab_size}
     if moe is None or moe.dense_layers or config.full_attention is not None:  # Gemma's experts stand beside one
@@ -57,5 +66,5 @@ def _indivisible(tp: int, config: DecoderConfig) -> str | None:
         sizes["rows of the draft vocabulary"] = config.draft_vocab_size
     for name, size in sizes.items():
         if size % tp:
-            return f"the {size} {name}"
-    return None if heads is None else f"the {kv_heads} key/value heads, nor they it"
+            return f"{size} {name}"
+    return None

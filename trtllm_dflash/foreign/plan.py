@@ -366,17 +366,9 @@ def _check_ranks(settings: LaunchSettings, target: ModelShape | None, drafter: M
     for whose, shape in (("target", target), ("drafter", drafter)):
         if shape is None:
             continue
-        heads = unshared_heads(settings.tp, shape.heads, shape.kv_heads)
-        if heads == "query":
-            raise SettingsError(f"--tp {settings.tp}: does not divide the {whose}'s {shape.heads} attention heads")
-        if heads == "key/value":
-            raise SettingsError(
-                f"--tp {settings.tp}: neither divides the {whose}'s {shape.kv_heads} key/value heads, nor they it"
-            )
-        if shape.key_heads % settings.tp:
-            raise SettingsError(
-                f"--tp {settings.tp}: does not divide the {whose}'s {shape.key_heads} key heads of gated delta nets"
-            )
+        heads = unshared_heads(settings.tp, shape.heads, (shape.kv_heads,), shape.key_heads)
+        if heads is not None:
+            raise SettingsError(f"--tp {settings.tp}: does not divide the {whose}'s {heads}")
 
 
 def _check_nodes(settings: LaunchSettings) -> None:
