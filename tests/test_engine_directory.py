@@ -431,6 +431,14 @@ def test_a_rank_file_that_is_not_what_was_built_is_refused(breakage, engine):
     assert (result.exit_code, result.stderr) == (1, f"error: {line}\n")
 
 
+@pytest.mark.parametrize("breakage", ["missing", "truncated", "empty"])
+def test_inspect_names_a_rank_file_that_is_not_whole(breakage, engine):
+    file = engine / "rank0.safetensors"
+    BREAKAGES[breakage](file)
+    line = refusal("inspect", engine)
+    assert line.startswith(f"error: {file}: ") and line.endswith("; build the engine again")
+
+
 @pytest.mark.parametrize("breakage", BREAKAGES)
 def test_a_broken_engine_is_built_again_where_that_is_asked(breakage, checkpoints, engine):
     """What loading calls broken, building must not call up to date."""

@@ -22,6 +22,7 @@ from tests.conftest import build_tiny, refusal
 from tests.processes import start
 from tests.serving.conftest import ANYWHERE
 from tests.serving.runs import ANY_PORTS, serve
+from tests.test_engine_directory import flip_a_byte
 from tests.waiting import PATIENCE, wait_until
 from trtllm_dflash import SamplingParams
 from trtllm_dflash.errors import EngineError, SettingsError
@@ -197,10 +198,15 @@ def test_shared_memory_that_is_full_is_named_and_nothing_stays(served_engine, mo
     assert not list(SHARED_MEMORY.glob(f"{name}*"))
 
 
-def test_a_truncated_engine_is_one_line_with_the_engines_own_error(triton, served_engine, tmp_path):
+def test_a_truncated_engine_is_refused_before_a_server_starts(triton, served_engine, tmp_path):
     engine = shutil.copytree(served_engine, tmp_path / "engine")
-    with (engine / "rank0.safetensors").open("r+b") as file:
-        file.truncate(1000)
+    os.truncate(engine / "rank0.safetensors", 1000)
+    assert refused("--engine", engine).startswith(f"error: {engine}/rank0.safetensors: ")
+
+
+def test_a_damaged_engine_is_one_line_with_the_engines_own_error(triton, served_engine, tmp_path):
+    engine = shutil.copytree(served_engine, tmp_path / "engine")
+    flip_a_byte(engine / "rank0.safetensors")
     with serve("--engine", engine, "--repository", engine_alone(engine, tmp_path / "models")) as run:
         code, errors = run.ends()
         assert code == 1
@@ -573,8 +579,7 @@ def test_two_ranks_end_in_order(two_ranks, tmp_path):
 def test_a_rank_that_does_not_load_is_one_line(two_ranks, tmp_path):
     engine = shutil.copytree(two_ranks, tmp_path / "engine")
     models = engine_alone(engine, tmp_path / "models")
-    with (engine / "rank1.safetensors").open("ab") as file:
-        file.truncate(1000)
+    flip_a_byte(engine / "rank1.safetensors")
     with serve("--engine", engine, "--repository", models) as run:
         code, errors = run.ends()
         assert code == 1

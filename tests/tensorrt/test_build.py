@@ -93,6 +93,17 @@ def test_inspect_says_what_is_inside(engine):
     assert all(plan["layers"] > 100 for plan in found["plans"])
 
 
+@pytest.mark.parametrize("command", ["inspect", "deploy"])
+def test_a_plan_that_is_cut_short_is_named(command, engine, tmp_path):
+    cut = shutil.copytree(engine, tmp_path / "engine")
+    plan = cut / "rank1.engine"
+    size = plan.stat().st_size
+    os.truncate(plan, size // 2)
+    flags = {"inspect": (cut,), "deploy": ("--engine", cut, "--output", tmp_path / "repository")}[command]
+    said = f"error: {plan}: has {size // 2} bytes, and {size} were built; build the engine again"
+    assert refusal(command, *flags) == said
+
+
 def test_inspect_reads_a_torch_engine_too(tiny_engine):
     text = succeeds("inspect", tiny_engine)
     assert "tiny (torch)" in text and "rank0.safetensors" in text

@@ -8,9 +8,8 @@ from trtllm_dflash.cost.gpus import GPU, present_gpu
 from trtllm_dflash.cost.memory import MemoryPlan, pages_on_gpu, plan_memory
 from trtllm_dflash.cost.states import checkpoint_count, copies_states, state_bytes
 from trtllm_dflash.engine.config import EngineConfig
-from trtllm_dflash.engine.directory import plan_file, read_config, weights_file
+from trtllm_dflash.engine.directory import check_present, rank_files, read_config
 from trtllm_dflash.engine.paging import Paging
-from trtllm_dflash.errors import EngineError
 from trtllm_dflash.session.plan_io import IO, Binding, step_io
 
 
@@ -83,12 +82,8 @@ def inspect_engine(path: Path) -> Inspection:
         EngineError: it is not an engine directory, or not a whole one.
     """
     config = read_config(path)
-    name = plan_file if config.backend == "tensorrt" else weights_file
-    files = [path / name(rank) for rank in range(config.tp)]
-    missing = [file for file in files if not file.is_file()]
-    if missing:
-        raise EngineError(f"{missing[0]}: missing; build the engine again")
-    sizes = {file.name: file.stat().st_size for file in files}
+    check_present(path, config)
+    sizes = {file.name: file.stat().st_size for file in rank_files(path, config)}
     gpu = present_gpu()
     return Inspection(config, step_io(config, config.sampling), plan_memory(config, gpu), sizes, gpu)
 

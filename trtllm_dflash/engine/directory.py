@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 from trtllm_dflash.engine.config import SCHEMA_VERSION, EngineConfig
 from trtllm_dflash.errors import EngineError
@@ -49,6 +49,12 @@ def weights_file(rank: int) -> str:
 def plan_file(rank: int) -> str:
     """Names the file of a rank's TensorRT plan."""
     return f"rank{rank}.engine"
+
+
+def rank_files(path: Path, config: EngineConfig) -> list[Path]:
+    """Lists the files of an engine's ranks: TensorRT plans, or tensors."""
+    name = plan_file if config.backend == "tensorrt" else weights_file
+    return [path / name(rank) for rank in range(config.tp)]
 
 
 @contextmanager
@@ -276,13 +282,24 @@ def check_file(path: Path, config: EngineConfig, name: str) -> Path:
 
 
 def check_present(path: Path, config: EngineConfig) -> None:
-    """Checks that all files of an engine are there; what is in them, who loads them checks.
+    """Checks that all files of an engine are there, its ranks' in full length; what is in them, who loads them checks.
 
     Raises:
-        EngineError: one is missing.
+        EngineError: one is missing, or a rank's is cut short.
     """
-    for name in config.files:
-        _check_there(path / name)
+    ranks = rank_files(path, config)
+    for file in (*(path / name for name in config.files), *ranks):
+        _check_there(file)
+    for file, plan in zip(ranks, config.plans, strict=False):  # of other engines than TensorRT's there are none
+        size = file.stat().st_size
+        if size != plan.bytes:
+            raise EngineError(f"{file}: has {size} bytes, and {plan.bytes} were built; build the engine again")
+    for file in ranks if config.backend == "torch" else ():
+        try:
+            with safe_open(file, framework="numpy"):  # reads the header, which says how long the file is
+                pass
+        except (SafetensorError, OSError) as error:
+            raise EngineError(f"{file}: {error}; build the engine again") from None
 
 
 def _check_there(file: Path) -> None:
