@@ -315,6 +315,10 @@ def test_what_the_engine_refuses_bears_openais_name(tiny_engine):
             with pytest.raises(openai.BadRequestError, match=f"{param}: not yet") as refusal:
                 client(url).chat.completions.create(model="tiny", messages=STORY, **asked)
             assert refusal.value.param == param
+        for param, asked in (("best_of", {}), ("logprobs", {"logprobs": 0})):  # what was sent, and not what it needs
+            with pytest.raises(openai.BadRequestError, match=f"{param}: not yet") as refusal:
+                client(url).completions.create(model="tiny", prompt=PROMPT, best_of=2, **asked)
+            assert refusal.value.param == param
         form = {"structured_outputs": {"regex": "("}}
         for create, asked in (
             (client(url).chat.completions.create, {"messages": STORY}),
@@ -326,7 +330,7 @@ def test_what_the_engine_refuses_bears_openais_name(tiny_engine):
 
 
 @pytest.mark.parametrize(
-    ("path", "param", "asked"),
+    ("path", "says", "asked"),
     [
         ("chat", "top_logprobs", {"top_logprobs": 3}),
         ("chat", "top_logprobs", {"logprobs": True, "top_logprobs": 21}),
@@ -354,8 +358,12 @@ def test_what_the_engine_refuses_bears_openais_name(tiny_engine):
         ("plain", "best_of", {"best_of": 2, "n": 3}),
         ("plain", "best_of", {"best_of": 3, "stream": True}),
         ("plain", "best_of", {"best_of": 129}),
-        ("plain", "n", {"n": 2, "echo": True, "logprobs": 0}),
-        ("plain", "best_of", {"best_of": 2, "n": 1, "echo": True, "logprobs": 0}),
+        ("plain", "best_of", {"best_of": 65, "prompt": ["a", "b"]}),
+        ("plain", "n", {"n": 65, "prompt": ["a", "b"]}),
+        ("plain", "echo: with logprobs only with n: 1", {"n": 2, "echo": True, "logprobs": 0}),
+        ("plain", "echo: with logprobs only with best_of: 1", {"best_of": 2, "n": 1, "echo": True, "logprobs": 0}),
+        ("plain", "prompt_logprobs: only with best_of: 1", {"best_of": 2, "prompt_logprobs": 1}),
+        ("plain", "prompt_logprobs: only with n: 1", {"n": 2, "best_of": 2, "prompt_logprobs": 1}),
         ("chat", "prompt_logprobs", {"n": 2, "prompt_logprobs": 1}),
         ("chat", "bad_words", {"bad_words": ["a"] * 65}),
         ("plain", "bad_words", {"bad_words": ["a" * 257]}),
@@ -363,13 +371,13 @@ def test_what_the_engine_refuses_bears_openais_name(tiny_engine):
         ("chat", "structured_outputs", {"structured_outputs": {"choice": ["a"] * 1001}}),
     ],
 )
-def test_what_makes_no_sense_is_refused_by_name(unasked, path, param, asked):
+def test_what_makes_no_sense_is_refused_by_name(unasked, path, says, asked):
     body = {"messages": STORY} if path == "chat" else {"prompt": "a"}
     path = "/chat/completions" if path == "chat" else "/completions"
     with pytest.raises(openai.BadRequestError) as refusal:
         client(unasked).post(path, body={"model": "tiny", **body, **asked}, cast_to=object)
-    assert refusal.value.body["param"].startswith(param)
-    assert refusal.value.body["message"].startswith(param)
+    assert refusal.value.body["param"].startswith(says.partition(":")[0])
+    assert refusal.value.body["message"].startswith(says)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from trtllm_dflash.errors import CancelledError, DeadlineError, QueueFullError, RequestError, ShutdownError
 from trtllm_dflash.serving.client import UnavailableError
@@ -65,13 +66,18 @@ class ApiError(Exception):
 
 
 def as_api_error(
-    error: Exception, request_id: str, form_field: str = "response_format", functions: Sequence[str] = ()
+    error: Exception,
+    request_id: str,
+    form_field: str = "response_format",
+    functions: Sequence[str] = (),
+    implied: Mapping[str, str] = MappingProxyType({}),
 ) -> ApiError:
     """Turns a failure into the client's error. The message of one that we do not know stays in the log.
 
     Args:
         form_field: that the reply's form comes from.
         functions: names of those whose calls it is the form of, as `call_grammar` numbers them.
+        implied: fields that the client did not send, and those that stand for them.
     """
     again = {"Retry-After": "1"}
     if isinstance(error, QueueFullError):
@@ -87,6 +93,7 @@ def as_api_error(
     if isinstance(error, RequestError):
         field, colon, reason = str(error).partition(":")
         param = form_field if field == "guided_decoding_guide" else _PARAMS.get(field)
+        param = implied.get(param or "", param)
         if functions and param == form_field:
             param = "tools" if _RULE.search(reason) else param
             reason = _RULE.sub(lambda rule: f" {functions[int(rule[1])]!r}", reason).replace(" form:", "", 1)

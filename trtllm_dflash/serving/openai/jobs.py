@@ -1,9 +1,9 @@
 """Requests on their way through the engine: each choice of a reply, whole or as events of a stream."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from trtllm_dflash.serving.client import Piece, TokenRequest, TritonClient
 from trtllm_dflash.serving.openai.errors import ApiError, as_api_error
@@ -159,7 +159,7 @@ class Job:
 
     Attributes:
         best: of each so many choices in a row, the replies to show: the likeliest; None: all.
-        form_field, functions: see `as_api_error`.
+        form_field, functions, implied: see `as_api_error`.
         count_field: that says how many choices there are.
     """
 
@@ -170,6 +170,7 @@ class Job:
     form_field: str = "response_format"
     functions: tuple[str, ...] = ()
     count_field: str = "n"
+    implied: Mapping[str, str] = field(default_factory=dict)
 
     async def whole(self, triton: TritonClient) -> dict[str, object]:
         """Returns the body of the whole reply.
@@ -229,7 +230,8 @@ class Job:
         raise ApiError(400, message, self.count_field)
 
     def _refusal(self, error: Exception) -> ApiError:
-        return as_api_error(error, self.choices[0].request.request_id, self.form_field, self.functions)
+        request_id = self.choices[0].request.request_id
+        return as_api_error(error, request_id, self.form_field, self.functions, self.implied)
 
     def _usage(self) -> Usage:
         first, *others = (choice.usage for choice in self.choices)

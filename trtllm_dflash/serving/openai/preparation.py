@@ -78,7 +78,8 @@ class Preparation:
         limit = _COMPLETION_TOKENS if asked.max_tokens is None else max(1, asked.max_tokens)  # the engine makes one
         more = _choice_values(asked, asked.logprobs)
         best = None if asked.replies == asked.n else (asked.replies, asked.n)
-        if best is not None and asked.logprobs is None:
+        implied = {"logprobs": "best_of"} if best is not None and asked.logprobs is None else {}
+        if implied:
             more["logprobs"] = 0
         if asked.echo and asked.prompt_logprobs is None:
             more["prompt_logprobs"] = asked.logprobs
@@ -100,7 +101,9 @@ class Preparation:
                 )
                 choices.append(choice)
         form = self._form(asked, False, asked.logprobs is not None)
-        return Job(tuple(choices), form, asked.stream, best, asked.form_field, count_field=asked.count_field)
+        return Job(
+            tuple(choices), form, asked.stream, best, asked.form_field, count_field=asked.count_field, implied=implied
+        )
 
     def chat(self, body: bytes, request_id: str) -> Job:
         """Makes a job of a body of /v1/chat/completions."""

@@ -281,8 +281,9 @@ class CompletionRequest(CommonRequest):
         if self.replies < self.n or (self.stream and self.replies > self.n):
             raise ApiError(400, f"best_of: at least n ({self.n}), and not streamed", "best_of")
         if self.replies * len(self.prompt) > MOST_CHOICES:
-            message = f"n: {self.replies} of {len(self.prompt)} prompts are more than {MOST_CHOICES} choices"
-            raise ApiError(400, message, "n")
+            field = self.count_field
+            message = f"{field}: {self.replies} of {len(self.prompt)} prompts are more than {MOST_CHOICES} choices"
+            raise ApiError(400, message, field)
         if self.max_tokens == 0 and not self.echo:
             raise ApiError(400, "max_tokens: 0 only with echo: true, which returns the prompt", "max_tokens")
         if self.max_tokens == 0 and self.min_tokens:
@@ -290,8 +291,9 @@ class CompletionRequest(CommonRequest):
         if self.echo and self.stream:
             raise ApiError(400, "echo: only without stream", "echo")
         if self.replies > 1 and (self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)):
-            field = "n" if self.best_of is None else "best_of"
-            raise ApiError(400, f"{field}: log-probabilities of prompts only with one reply to each", field)
+            field = "echo" if self.prompt_logprobs is None else "prompt_logprobs"
+            asked = "with logprobs only" if field == "echo" else "only"
+            raise ApiError(400, f"{field}: {asked} with {self.count_field}: 1", field)
         return self
 
 
