@@ -186,6 +186,12 @@ def test_a_seed_makes_a_sampled_reply_again_and_none_makes_another(api, tiny):
     assert len({text() for _ in range(3)}) > 1
 
 
+def test_a_top_p_of_0_leaves_the_likeliest_token(api, tiny):
+    reply = api.chat.completions.create(model="tiny", messages=STORY, max_tokens=60, temperature=1.5, top_p=0)
+    (greedy,) = tiny.generate([STORY], SamplingParams(max_tokens=60))
+    assert reply.choices[0].message.content == greedy.text
+
+
 def test_extensions_reach_the_engine(api, tiny):
     arguments = dict(model="tiny", messages=SUM, temperature=0)
     (greedy,) = tiny.generate([SUM], SamplingParams(max_tokens=50))
@@ -297,7 +303,8 @@ def alone(tiny_engine):
         ("lora_request", {"lora_name": "a"}),
         ("temperature", -0.1),
         ("temperature", "hot"),
-        ("top_p", 0),
+        ("top_p", -0.1),
+        ("top_p", 1.1),
         ("max_tokens", 0),
         ("max_completion_tokens", -1),
         ("max_tokens", 2**31),

@@ -350,11 +350,13 @@ class Preparation:
         temperature = asked.temperature
         if temperature is None:
             temperature = 1.0 if self._config.sampling else 0.0
+        if asked.top_p == 0:
+            temperature = 0.0
         params = SamplingParams(
             max_tokens=max_tokens,
             temperature=temperature,
             top_k=asked.top_k,
-            top_p=asked.top_p,
+            top_p=asked.top_p or 1.0,
             seed=asked.seed if asked.seed is not None else secrets.randbelow(2**63),
             stop=tuple(asked.stop),
             ignore_eos=asked.ignore_eos,

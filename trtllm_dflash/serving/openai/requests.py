@@ -12,6 +12,7 @@ from pydantic import (
     ConfigDict,
     FailFast,
     Field,
+    FiniteFloat,
     NonNegativeInt,
     ValidationError,
     model_validator,
@@ -30,7 +31,6 @@ from trtllm_dflash.runtime.request import (
     StopText,
     Temperature,
     TopK,
-    TopP,
 )
 from trtllm_dflash.runtime.structured import Structured
 from trtllm_dflash.serving.openai.errors import ApiError
@@ -129,6 +129,8 @@ def _count(most: object) -> object:
 #: What other servers take, too: a seed of 64 bits with its sign, and -1 for no limit.
 _SignedSeed = Annotated[int, Field(ge=-(2**63), lt=2**64), AfterValidator(lambda seed: seed % 2**64)]
 _AnyTopK = Annotated[TopK, BeforeValidator(lambda count: 0 if count == -1 else count)]
+#: OpenAI's bounds are 0 and 1.
+_AnyTopP = Annotated[FiniteFloat, Field(ge=0, le=1)]
 
 
 def _stop_list(stop: object) -> object:
@@ -159,6 +161,7 @@ class GenerationRequest(BaseModel):
 
     Attributes:
         temperature: None is OpenAI's 1, or 0 on an engine that is greedy only.
+        top_p: 0 leaves the likeliest token alone.
         seed: None is a random one.
         draft: False decodes plainly.
         priority: 1 is the most urgent; 0 is the default, which lies in between.
@@ -169,7 +172,7 @@ class GenerationRequest(BaseModel):
     model: str
     stream: bool = False
     temperature: Temperature | None = None
-    top_p: TopP = 1.0
+    top_p: _AnyTopP = 1.0
     top_k: _AnyTopK = 0
     seed: _SignedSeed | None = None
     stop: Annotated[list[StopText], FailFast(), BeforeValidator(_stop_list)] = []
