@@ -154,6 +154,12 @@ bool has_few_numbers(dflash_delta_net_params const& p)
         && std::max(p.x_row_stride, p.gates_row_stride) <= kMost / static_cast<int64_t>(sizeof(float));
 }
 
+// What is copied by 16 bytes.
+bool has_aligned(void const* tensor)
+{
+    return reinterpret_cast<uintptr_t>(tensor) % 16 == 0;
+}
+
 // One of each segment, most likely; if not, one after another.
 bool has_single_rows(dflash_delta_net_params const& p)
 {
@@ -284,8 +290,8 @@ extern "C" cudaError_t dflash_delta_net(
     bool const is_known = p->key_heads > 0 && p->value_heads > 0 && p->value_heads % p->key_heads == 0 && p->slots > 0
         && p->kernel == delta::kTaps && p->pending > 0 && p->pending <= kDeltaRows && p->segment_count <= 65535
         && p->key_heads <= 65535 && p->value_heads <= 65535 && p->x_row_stride % 8 == 0 && has_few_numbers(*p)
-        && p->keeps >= 0 && p->keeps <= (has_single_rows(*p) ? p->pending : 0)
-        && reinterpret_cast<uintptr_t>(p->window) % 16 == 0;
+        && p->keeps >= 0 && p->keeps <= (has_single_rows(*p) ? p->pending : 0) && has_aligned(p->window)
+        && has_aligned(p->conv) && has_aligned(p->norm);
     if (!is_known)
     {
         return cudaErrorInvalidValue;

@@ -1,7 +1,7 @@
 // A gated delta net's rows that stay pending, where value heads are few: a cluster has a key head, two blocks each of
 // its value heads, and all is done in one kernel. Some warps load the state, absorb what was accepted and multiply the
-// state by rows; meanwhile others convolve queries and keys and multiply them, two convolve values, and one finds what
-// lies between rows.
+// state by rows. Meanwhile others convolve queries and keys, each block some rows, which it sends to all of the
+// cluster, and multiply them; two convolve values, and one finds what lies between rows.
 #pragma once
 
 #include "delta_net_few_work.cuh"
@@ -18,9 +18,11 @@ template <typename T>
 struct Block
 {
     using Chunk = ChunkRows<T, kSize>;
+    using Row = ChunkRows<T, kSize, 1>;
     using State = StateTile<kSize, kPartKeys>;
     using S = Shared<T>;
     using OfHead = Place<T, kSize>;
+    static constexpr int kLanes = kValues / Chunk::kLane; // of a row of the block's values
 
     dflash_delta_net_params const& p;
     S& shared;
@@ -32,7 +34,7 @@ struct Block
     int const lane = threadIdx.x % 32;
     int const tile = warp % kTiles; // of the values
     int const part = warp / kTiles; // of the keys
-    uint32_t const gates_barrier = shared_address(&shared.gates_barrier);
+    uint32_t const rows_barrier = shared_address(&shared.rows_barrier);
     uint32_t const squares_barrier = shared_address(&shared.squares_barrier);
     DeltaLane const at;
     OfHead const place{p, key_head * heads + head, key_head};
@@ -41,37 +43,101 @@ struct Block
     {
         if (threadIdx.x == 0)
         {
-            init_barrier(gates_barrier, 1);
+            init_barrier(rows_barrier, 1);
             init_barrier(squares_barrier, 1);
             fence_barrier_inits();
+            expect_bytes(rows_barrier, kRowItems * kSize * sizeof(uint32_t));
+            expect_bytes(squares_barrier, sizeof(shared.squares));
         }
         __syncwarp();
         arrive_at_cluster();
-        Guess const guess(p, blockIdx.z);
         if (warp < kStateWarps)
         {
-            run_state(guess);
+            run_state();
         }
         else if (warp < kFirstValueWarp)
         {
-            run_keys(guess, warp - kStateWarps);
+            run_keys(warp - kStateWarps);
         }
-        else if (warp < kWarps - 1)
+        else if (warp < kSolver)
         {
-            run_values(guess, threadIdx.x - 32 * kFirstValueWarp);
+            run_values(threadIdx.x - 32 * kFirstValueWarp);
         }
         else
         {
-            run_solver(guess);
+            run_solver();
         }
     }
 
-    // Before anything that the kernels before this one write is read, and other blocks are sent to.
-    __device__ __forceinline__ static void wait_for_all()
+    // -- the segment: one warp of a block asks memory, for all that did would ask for the same line -------------------
+
+    __device__ __forceinline__ Guess tell_guess() const
     {
+        SegmentWords const guessed = Guess::load_early(p, blockIdx.z);
+        if (lane == 0)
+        {
+            shared.guessed = guessed;
+        }
+        meet_all();
         wait_for_cluster();
-        wait();
+        return Guess(p, shared.guessed);
     }
+
+    __device__ __forceinline__ Guess hear_guess() const
+    {
+        wait_for_cluster(); // its blocks' barriers are there; this empties the L1 cache, so it comes beside that load
+        meet_all();
+        return Guess(p, shared.guessed);
+    }
+
+    // What that warp found. Where they meet all have loaded: behind it the window may be written.
+    struct Hearing
+    {
+        S const& shared;
+
+        __device__ __forceinline__ void ask() const
+        {
+        }
+
+        __device__ __forceinline__ SegmentWords hear() const
+        {
+            meet_all();
+            return shared.found;
+        }
+
+        __device__ __forceinline__ void loaded() const
+        {
+            meet_all();
+        }
+    };
+
+    // That warp's own, which tells them.
+    struct Telling
+    {
+        S& shared;
+        SegmentSource source;
+
+        __device__ __forceinline__ void ask()
+        {
+            source.ask();
+        }
+
+        __device__ __forceinline__ SegmentWords hear()
+        {
+            SegmentWords const found = source.hear();
+            if (threadIdx.x % 32 == 0)
+            {
+                shared.found = found;
+            }
+            meet_all();
+            return found;
+        }
+
+        __device__ __forceinline__ void loaded() const
+        {
+            meet_all();
+        }
+    };
 
     __device__ __forceinline__ int first_value() const
     {
@@ -101,143 +167,264 @@ struct Block
         }
     }
 
-    // Waits for all before, and loads the rows of some channels.
-    __device__ __forceinline__ Segment load_rows(
-        Guess const& guess, typename Chunk::Item const& channels, typename Chunk::Inputs& inputs) const
+    // -- queries and keys: an item is a row of one of both, of a warp -------------------------------------------------
+
+    // Blocks of the cluster take turns.
+    __device__ __forceinline__ typename Row::Item row_item(int index) const
     {
-        Segment const segment = Chunk::load_pending(guess, wait_for_all, key_head, channels, inputs);
-        Chunk::pending(p, segment, key_head).clear_before(channels, inputs);
-        return segment;
+        bool const is_key = index % 2;
+        int const number = lane * Row::kLane;
+        return {is_key, index / 2, number, (is_key ? place.key_channel() : place.query_channel()) + number};
     }
 
-    // -- queries and keys: an item is four rows of one of both, of a warp ---------------------------------------------
-
-    __device__ __forceinline__ void run_keys(Guess const& guess, int item) const
+    __device__ __forceinline__ void run_keys(int item) const
     {
-        auto const channels = Chunk::item_of(p, key_head, heads, 32 * item + lane);
-        if (channels.row == 0)
+        int const blocks = gridDim.x;
+        int const index = blockIdx.x + blocks * item;
+        int const apart = blocks * kRowWarps; // from a warp's next item: of two blocks each warp has two
+        bool const has_row = index < kRowItems; // of six and eight blocks some have none; they load the last one
+        auto const channels = row_item(min(index, kRowItems - 1));
+        auto& staged = shared.row_taps[32 * item + lane];
+        Row::stage_taps(p, channels, staged);
+        Gating gating(*this);
+        commit_copies();
+        Guess const guess = hear_guess();
+        if (index < 2)
         {
             prefetch_window(guess, channels.channel - channels.number, kSize);
         }
-        auto const taps = Chunk::load_taps(p, channels);
-        typename Chunk::Inputs inputs;
-        Segment const whole = load_rows(guess, channels, inputs);
+        typename Row::Sources sources;
+        typename Row::Inputs inputs;
+        Segment const whole = guess.load(
+            wait,
+            [&](Segment const& segment)
+            {
+                sources = Row::find_pending(p, segment, key_head, channels);
+                gating.find(segment);
+            },
+            [&]
+            {
+                inputs = Row::load(sources);
+                gating.load();
+            },
+            Hearing{shared});
+        Row::settle(inputs);
+        Row::settle(gating.gates);
+        wait_for_copies<0>();
         if (whole.count <= 0)
         {
             return;
         }
-        Chunk const chunk = Chunk::pending(p, whole, key_head);
-        SplitRows<kSize> const to = channels.head == 0 ? queries() : keys();
-        float4 rows[Chunk::kRows];
-        chunk.convolve_normed(channels, taps, inputs, rows);
-#pragma unroll
-        for (int i = 0; i < Chunk::kRows; ++i)
+        Row const rows = Row::pending(p, whole, key_head);
+        if (has_row)
         {
-            to.store(channels.row + i, channels.number, FourParts(rows[i]));
+            if (channels.row < kBefore)
+            {
+                rows.clear_before(channels, inputs);
+            }
+            send_row(rows, channels, Row::take_taps(staged), inputs);
         }
-        meet_all();
-        arrive_at_cluster(); // what is written below has been read: it was needed
+#pragma unroll 1
+        for (int more = index + apart; more < kRowItems; more += apart)
+        {
+            auto const other = row_item(more);
+            send_row(rows, other, Row::load_taps(p, other), rows.load(other));
+        }
+        gating.store();
+        report(kRowsAreThere, kThreads);
+        arrive_at_cluster(); // what was needed of what is written below has been read
+        wait_for_phase(rows_barrier, 0);
         int const columns = item % 2 * 8;
         bool const is_query = item / 2 % 2;
         float* const products = shared.products[item / 4][is_query] + columns;
         multiply_rows<kSize, 4>(is_query ? queries() : keys(), keys(), columns, item / 4, products, kMixStride);
-        report(kProductsAreThere, kUntilProducts);
-        wait_for_cluster();
-        auto const blocks = gridDim.x;
-        if (item % blocks == blockIdx.x)
+        if (item == 0)
         {
-            chunk.keep(channels, inputs);
+            mix_reads();
         }
-        if (channels.head == 1 && (item + blocks / 2) % blocks == blockIdx.x)
+        else
         {
-            keep_keys(chunk, channels);
+            report(kProductsAreThere, kUntilProducts);
+        }
+        wait_for_cluster();
+        if (has_row)
+        {
+            rows.keep(channels, inputs);
+            keep_key(rows, channels);
+        }
+#pragma unroll 1
+        for (int more = index + apart; more < kRowItems; more += apart)
+        {
+            auto const other = row_item(more);
+            rows.keep(other, rows.load(other)); // what these see is not of the window: nobody writes it
+            keep_key(rows, other);
         }
     }
 
-    __device__ __forceinline__ void keep_keys(Chunk const& chunk, typename Chunk::Item const& channels) const
+    // By a warp: what rows give of what all of them miss, D (q k) (I + A)^-1 b. So they need not wait for what these
+    // write.
+    __device__ __forceinline__ void mix_reads() const
     {
-#pragma unroll 1
-        for (int row = channels.row; row < min(channels.row + Chunk::kRows, chunk.count); ++row)
+        meet(kProductsAreThere, kUntilProducts);
+        MixParts const reads(
+            [&](int of, int column) // D (q k)
+            {
+                int const index = of * kMixStride + column;
+                float2 const left = *reinterpret_cast<float2 const*>(shared.left + index);
+                float2 const one = *reinterpret_cast<float2 const*>(shared.products[0][1] + index);
+                float2 const other = *reinterpret_cast<float2 const*>(shared.products[1][1] + index);
+                return float2{left.x * (one.x + other.x), left.y * (one.y + other.y)};
+            });
+        meet(kIsSolved, kUntilSolved);
+        // As a tile has values: its columns.
+        TileNumbers solved;
+        TileNumbers mixed = {};
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
         {
-            float* const to = place.keys(chunk.segment.slot, row) + channels.number;
-            *reinterpret_cast<float4*>(to) = keys().load(row, channels.number);
+            solved[i / 4][i % 4] = shared.solved[row(i / 4, i % 4) * kMixStride + at.row + i % 4 / 2 * 8];
+        }
+        add_mixed(solved, reads, mixed);
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+        {
+            shared.mixed[row(i / 4, i % 4) * kMixStride + at.row + i % 4 / 2 * 8] = mixed[i / 4][i % 4];
+        }
+        report(kIsMixed, kUntilMixed);
+    }
+
+    // Convolves it, and sends it to all blocks of the cluster.
+    __device__ __forceinline__ void send_row(Row const& rows, typename Row::Item const& channels,
+        typename Row::Taps const& taps, typename Row::Inputs const& inputs) const
+    {
+        FourParts parts(float4{});
+        if (channels.row < rows.count)
+        {
+            parts = FourParts::scaled(Row::normed(channels, Row::convolve(taps, inputs, 0)));
+        }
+        SplitRows<kSize> const to = channels.head == 0 ? queries() : keys();
+        uint32_t const inbox = shared_address(to.at(channels.row, channels.number));
+#pragma unroll 1
+        for (int block = 0; block < static_cast<int>(gridDim.x); ++block)
+        {
+            send(address_at(inbox, block), parts.words, address_at(rows_barrier, block));
         }
     }
+
+    // Beside the state, for the next step.
+    __device__ __forceinline__ void keep_key(Row const& rows, typename Row::Item const& channels) const
+    {
+        if (channels.head == 1 && channels.row < rows.count)
+        {
+            float* const to = place.keys(rows.segment.slot, channels.row) + channels.number;
+            *reinterpret_cast<float4*>(to) = keys().load(channels.row, channels.number);
+        }
+    }
+
+    // What outputs are gated by, and normed: a thread has four of these numbers.
+    struct Gating
+    {
+        Block const& block;
+        int const row;
+        int const value;
+        float4& norm;
+        T const* from;
+        typename Row::Four gates;
+
+        __device__ __forceinline__ explicit Gating(Block const& block)
+            : block(block)
+            , row((threadIdx.x - 32 * kStateWarps) / kLanes)
+            , value(threadIdx.x % kLanes * Row::kLane)
+            , norm(block.shared.norm[threadIdx.x - 32 * kStateWarps])
+        {
+            static_assert(kLanes * kDeltaRows == 32 * kRowWarps);
+            stage_16(&norm, static_cast<float const*>(block.p.norm) + block.split * kValues + value);
+        }
+
+        // Past the last row that one again.
+        __device__ __forceinline__ void find(Segment const& whole)
+        {
+            int const at = whole.first_row + min(whole.absorbed + row, max(whole.count, 1) - 1);
+            from = block.place.row(at) + block.place.channels() + block.first_value() + value;
+            settle(from);
+        }
+
+        __device__ __forceinline__ void load()
+        {
+            gates = load_new(reinterpret_cast<typename Row::Four const*>(from));
+        }
+
+        __device__ __forceinline__ void store() const
+        {
+            *reinterpret_cast<float4*>(&block.shared.gates[row][value])
+                = {norm.x * quick_silu(to_float(gates.at[0])), norm.y * quick_silu(to_float(gates.at[1])),
+                    norm.z * quick_silu(to_float(gates.at[2])), norm.w * quick_silu(to_float(gates.at[3]))};
+        }
+    };
 
     // -- values: an item is four rows of four of them, of a lane ------------------------------------------------------
 
-    __device__ __forceinline__ void run_values(Guess const& guess, int item) const
+    __device__ __forceinline__ void run_values(int item) const
     {
-        constexpr int kLanes = kValues / Chunk::kLane; // of a row
         static_assert(kLanes * kDeltaRows / Chunk::kRows == 32 * kValueWarps);
         int const of_row = item % kLanes;
         auto const channels = Chunk::item_of(
             p, key_head, heads, (2 + head) * Chunk::kItems + item / kLanes * Chunk::kLanes + split * kLanes + of_row);
+        auto& staged = shared.value_taps[item];
+        Chunk::stage_taps(p, channels, staged);
+        commit_copies();
+        Guess const guess = hear_guess();
         if (warp == kFirstValueWarp)
         {
             prefetch_window(guess, channels.channel - of_row * Chunk::kLane, kValues);
         }
-        auto const taps = Chunk::load_taps(p, channels);
         typename Chunk::Inputs inputs;
-        Segment const whole = load_rows(guess, channels, inputs);
+        Segment const whole = Chunk::load_pending(guess, wait, Hearing{shared}, key_head, channels, inputs);
+        wait_for_copies<0>();
         if (whole.count <= 0)
         {
             return;
         }
         Chunk const chunk = Chunk::pending(p, whole, key_head);
-        stage_gates(whole.pending());
+        chunk.clear_before(channels, inputs);
+        auto const taps = Chunk::take_taps(staged);
 #pragma unroll
         for (int i = 0; i < Chunk::kRows; ++i)
         {
             *reinterpret_cast<float4*>(&shared.values[channels.row + i][of_row * Chunk::kLane])
                 = chunk.convolve(channels, taps, inputs, i);
         }
-        meet_all();
+        report(kRowsAreThere, kThreads);
         arrive_at_cluster();
         chunk.keep(channels, inputs); // only this block has read these
         wait_for_cluster();
     }
 
-    // Begins to copy what the outputs are gated by.
-    __device__ __forceinline__ void stage_gates(Segment const& segment) const
-    {
-        constexpr int kBytes = kValues * static_cast<int>(sizeof(T));
-        int const row = (warp - kFirstValueWarp) + kValueWarps * lane;
-        if (row == 0)
-        {
-            expect_bytes(gates_barrier, segment.count * kBytes);
-        }
-        if (row < segment.count)
-        {
-            T const* const from = place.row(segment.first_row + row) + place.channels() + first_value();
-            copy_bytes(shared_address(shared.gates[row]), from, kBytes, gates_barrier);
-        }
-    }
-
     // -- what lies between rows ---------------------------------------------------------------------------------------
 
-    __device__ __forceinline__ void run_solver(Guess const& guess) const
+    __device__ __forceinline__ void run_solver() const
     {
         auto const rate = Chunk::load_rate(p, place.head);
-        T const* projected_at = nullptr;
+        Guess const guess = tell_guess();
+        typename Chunk::ProjectedAt projected_at;
         float const* decay_at = nullptr; // of a pending row, if the lane has one
         typename Chunk::Projected projected;
         float pending_decay = 1.f;
         Segment const whole = guess.load(
-            wait_for_all,
+            wait,
             [&](Segment const& segment)
             {
                 projected_at = Chunk::pending(p, segment, key_head).find_projected(place.head);
                 bool const is_pending = lane < segment.pending().accepted;
                 decay_at = is_pending ? place.decay(segment.slot, lane) : nullptr;
-                settle(projected_at);
                 settle(decay_at);
             },
             [&]
             {
-                projected = Chunk::load_projected(p, projected_at);
+                projected = Chunk::load_projected(projected_at);
                 pending_decay = decay_at ? load_new(decay_at) : 1.f;
-            });
+            },
+            Telling{shared, SegmentSource(guess, blockIdx.z)});
         if (whole.count <= 0)
         {
             clear_padding(whole);
@@ -253,11 +440,16 @@ struct Block
             shared.kept[lane] = kept;
         }
         auto const weights = chunk.weigh(gates);
-        meet_all();
+#pragma unroll
+        for (int i = 0; i < kDeltaRows / 2; ++i)
+        {
+            shared.left[(chunk.first_weighed() + i) * kMixStride + chunk.column] = weights.left[i];
+        }
+        report(kRowsAreThere, kThreads);
         arrive_at_cluster();
         meet(kProductsAreThere, kUntilProducts);
-        chunk.solve(weights, gates.share, shared.products, shared.lower, shared.reads, shared.solved);
-        report(kIsSolved, kWithSolver);
+        chunk.solve(weights, gates.share, shared.products, shared.lower, shared.solved);
+        report(kIsSolved, kUntilSolved);
         wait_for_cluster();
         if (split == 0 && lane < chunk.count)
         {
@@ -282,32 +474,29 @@ struct Block
 
     // -- the state: 16 values and half of the keys, of a warp ---------------------------------------------------------
 
-    __device__ __forceinline__ void run_state(Guess const& guess) const
+    __device__ __forceinline__ void run_state() const
     {
+        Guess const guess = hear_guess();
         prefetch_pending(guess.segment().pending());
-        float norm[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-        {
-            norm[i] = static_cast<float const*>(p.norm)[split * kValues + value(2 * i)];
-        }
         State state;
         Staged staged;
         float* state_at = nullptr;
         Segment const whole = guess.load(
-            wait_for_all,
+            wait,
             [&](Segment const& segment)
             {
                 staged = find_pending(segment.pending());
-                state_at = memory(segment.slot);
+                state_at = State::of_lane(memory(segment.slot));
                 settle(staged.from);
                 settle(state_at);
             },
             [&]
             {
+                wait_for_copies<0>(); // by a guess that was wrong
                 stage_pending(staged);
                 state.load(state_at);
-            });
+            },
+            Hearing{shared});
         wait_for_copies<0>();
         if (whole.count <= 0)
         {
@@ -324,23 +513,29 @@ struct Block
             absorb_pending(state, segment.accepted, state_at);
         }
         arrive_at_cluster();
-        meet_all();
         typename State::Parts parts;
         state.split(parts);
-        // The solver waits for the products of keys, all others for the solver: those go first.
-        meet(kProductsAreThere, kUntilProducts);
+        wait_for_phase(rows_barrier, 0);
         TileNumbers of_keys = {};
         TileNumbers of_queries = {};
         State::read(parts, keys(), queries(), of_keys, of_queries, part * State::kGroups);
-        if (part == 0)
+        meet(kRowsAreThere, kThreads);
+        TileNumbers missing;
+        load_values(missing);
+        float2 const kept[2] = {kept_of(0), kept_of(1)};
+        exchange(of_keys, of_queries);
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
         {
-            exchange(of_queries, of_keys);
-            write(segment, of_keys);
+            missing[i / 4][i % 4] -= (i % 2 == 0 ? kept[i / 4].x : kept[i / 4].y) * of_keys[i / 4][i % 4];
+        }
+        if (part == kWriter)
+        {
+            write(segment, missing);
         }
         else
         {
-            exchange(of_keys, of_queries);
-            give(segment, norm, of_queries);
+            give(segment, missing, kept, of_queries);
         }
         wait_for_cluster();
     }
@@ -383,9 +578,10 @@ struct Block
     {
         float const* from;
         float* to;
-        int64_t from_stride; // of a row
-        int to_stride;
+        int from_apart; // numbers between one row and the next
+        int to_apart;
         int rows;
+        int accepted; // of these; zeros for the others
     };
 
     static constexpr int kRowsApart = kStateWarps / 2;
@@ -396,96 +592,62 @@ struct Block
         static_assert(kSize == 4 * 32 && kValues <= kSize);
         int const row = warp / 2;
         int const number = 4 * lane;
-        int const rows = (segment.accepted - row + kRowsApart - 1) / kRowsApart; // below 0 none, too
+        int const all = segment.accepted > kDeltaRows / 2 ? kDeltaRows : segment.accepted > 0 ? kDeltaRows / 2 : 0;
+        int const rows = all / kRowsApart;
+        int const accepted = (segment.accepted - row + kRowsApart - 1) / kRowsApart; // below 0 none, too
         if (warp % 2 == 0)
         {
             return {place.keys(segment.slot, row) + number, &shared.pending_keys[row][number],
-                int64_t{p.key_heads} * kSize, S::kKeyStride, rows};
+                kRowsApart * p.key_heads * kSize, kRowsApart * S::kKeyStride, rows, accepted};
         }
         return {place.writes(segment.slot, row) + split * kValues + number, &shared.pending_writes[row][number],
-            int64_t{place.values_of_row()}, S::kValueStride, number < kValues ? rows : 0};
+            kRowsApart * place.values_of_row(), kRowsApart * S::kValueStride, number < kValues ? rows : 0, accepted};
     }
 
     // Begins to copy them.
-    __device__ __forceinline__ void stage_pending(Staged const& staged) const
+    __device__ __forceinline__ static void stage_pending(Staged staged)
     {
-        wait_for_copies<0>(); // by a guess that was wrong
 #pragma unroll 1
         for (int i = 0; i < staged.rows; ++i)
         {
-            stage_16(staged.to + kRowsApart * i * staged.to_stride, staged.from + kRowsApart * i * staged.from_stride);
+            stage_16(staged.to, staged.from, i < staged.accepted);
+            staged.to += staged.to_apart;
+            staged.from += staged.from_apart;
         }
         commit_copies();
     }
 
     // What the tile's values write of pending rows from `begin` on, by what is left of each row.
-    __device__ __forceinline__ LeftParts pending_writes(int begin, int accepted) const
+    __device__ __forceinline__ LeftParts pending_writes(int begin) const
     {
-        float numbers[2][2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-        {
-            int const row = begin + 2 * at.column + i;
-            float const* const from = shared.pending_writes[row] + 16 * tile + at.row;
-            float const left = shared.pending_behind[row];
-            numbers[i][0] = row < accepted ? from[0] * left : 0.f;
-            numbers[i][1] = row < accepted ? from[8] * left : 0.f;
-        }
-        return {numbers[0][0], numbers[1][0], numbers[0][1], numbers[1][1]};
+        int const row = begin + 2 * at.column;
+        float const* const from = shared.pending_writes[row] + 16 * tile + at.row;
+        float2 const left = *reinterpret_cast<float2 const*>(shared.pending_behind + row);
+        return {from[0] * left.x, from[S::kValueStride] * left.y, from[8] * left.x, from[S::kValueStride + 8] * left.y};
     }
 
     // Leaves the state in memory, too.
     __device__ __forceinline__ void absorb_pending(State& state, int accepted, float* memory) const
     {
-        LeftParts const left[2] = {pending_writes(0, accepted), pending_writes(8, accepted)};
-        state.absorb(shared.pending_kept, accepted > 8, left, memory,
-            [&](int half, int key)
-            {
-                int const row = 8 * half + 2 * at.column;
-                float const* const from = &shared.pending_keys[row][part * kPartKeys + key];
-                return RightParts(
-                    float2{row < accepted ? from[0] : 0.f, row + 1 < accepted ? from[S::kKeyStride] : 0.f});
-            });
-    }
-
-    // -- two parts of a tile: one finds what rows write, the other what they give -------------------------------------
-
-    __device__ __forceinline__ void meet_part() const
-    {
-        meet(kPartsMeet + tile, 32 * kParts);
-    }
-
-    __device__ __forceinline__ void put(TileNumbers const& x) const
-    {
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
+        auto const keys = [&](int half, int key)
         {
-            shared.exchange[tile][part][i][lane] = {x[i][0], x[i][1], x[i][2], x[i][3]};
+            float const* const from = &shared.pending_keys[8 * half + 2 * at.column][part * kPartKeys + key];
+            return RightParts(float2{from[0], from[S::kKeyStride]});
+        };
+        LeftParts const first = pending_writes(0);
+        if (accepted > kDeltaRows / 2) // each by code of its own, or groups of keys would wait for each other
+        {
+            state.absorb(shared.pending_kept, true, {first, pending_writes(8)}, memory, keys);
+        }
+        else
+        {
+            state.absorb(shared.pending_kept, false, {first, first}, memory, keys);
         }
     }
 
-    __device__ __forceinline__ void take(TileNumbers& x) const
-    {
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-        {
-            *reinterpret_cast<float4*>(x[i]) = shared.exchange[tile][1 - part][i][lane];
-        }
-    }
+    // -- the parts of a tile: one finds what rows write, the other what they give -------------------------------------
 
-    // Gives the other part its sums, and adds those that it has of this part's.
-    __device__ __forceinline__ void exchange(TileNumbers const& others, TileNumbers& own) const
-    {
-        put(others);
-        meet_part();
-        TileNumbers more;
-        take(more);
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-        {
-            own[i / 4][i % 4] += more[i / 4][i % 4];
-        }
-    }
+    static constexpr int kWriter = 0;
 
     // Number j of half i of a tile's numbers: its row, and its value among the block's.
     __device__ __forceinline__ int row(int i, int j) const
@@ -498,63 +660,96 @@ struct Block
         return 16 * tile + at.row + j / 2 * 8;
     }
 
-    // What rows write, of what the state gives their keys.
-    __device__ __forceinline__ void write(Segment const& segment, TileNumbers const& of_keys) const
+    __device__ __forceinline__ void load_values(TileNumbers& x) const
     {
-        TileNumbers missing;
-        TileNumbers writes = {};
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+        {
+            x[i / 4][i % 4] = shared.values[row(i / 4, i % 4)][value(i % 4)];
+        }
+    }
+
+    // E of the lane's rows of a half.
+    __device__ __forceinline__ float2 kept_of(int half) const
+    {
+        return *reinterpret_cast<float2 const*>(shared.kept + row(half, 0));
+    }
+
+    using Inbox = float4 (&)[2][32];
+
+    __device__ __forceinline__ void put(TileNumbers const& x, Inbox to) const
+    {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
         {
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-            {
-                missing[i][j] = shared.values[row(i, j)][value(j)] - shared.kept[row(i, j)] * of_keys[i][j];
-            }
+            to[i][lane] = {x[i][0], x[i][1], x[i][2], x[i][3]};
         }
-        meet(kIsSolved, kWithSolver);
-        add_mixed<kMixStride>(missing, shared.solved, writes);
-        put(writes);
-        meet_part();
+    }
+
+    __device__ __forceinline__ void add(Inbox from, TileNumbers& sums) const
+    {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+        {
+            float4 const x = from[i][lane];
+            sums[i][0] += x.x;
+            sums[i][1] += x.y;
+            sums[i][2] += x.z;
+            sums[i][3] += x.w;
+        }
+    }
+
+    // Has the sums over all keys: of what keys read both parts, of what queries do the one that gives.
+    __device__ __forceinline__ void exchange(TileNumbers& of_keys, TileNumbers& of_queries) const
+    {
+        static_assert(kParts == 2);
+        put(of_keys, shared.of_keys[tile][part]);
+        if (part == kWriter)
+        {
+            put(of_queries, shared.of_queries[tile]);
+        }
+        meet(kPartsMeet + tile, 32 * kParts);
+        add(shared.of_keys[tile][1 - part], of_keys);
+        if (part != kWriter)
+        {
+            add(shared.of_queries[tile], of_queries);
+        }
+    }
+
+    // What rows write, of what they miss.
+    __device__ __forceinline__ void write(Segment const& segment, TileNumbers const& missing) const
+    {
         float* const to = place.writes(segment.slot, row(0, 0)) + split * kValues + value(0);
+        TileNumbers writes = {};
+        meet(kIsSolved, kUntilSolved);
+        add_mixed<kMixStride>(missing, shared.solved, writes);
         store_rows(writes, segment.count, to, place.values_of_row());
     }
 
-    // What rows give, of what the state gives their queries.
-    __device__ __forceinline__ void give(
-        Segment const& segment, float const (&norm)[2], TileNumbers const& of_queries) const
+    // What rows give, of what the state gives their queries, and of what all of them miss.
+    __device__ __forceinline__ void give(Segment const& segment, TileNumbers const& missing, float2 const (&kept)[2],
+        TileNumbers const& of_queries) const
     {
-        wait_for_phase(gates_barrier, 0);
-        TileNumbers out;
         TileNumbers gates;
+        TileNumbers out;
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
+        for (int i = 0; i < 8; ++i)
         {
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-            {
-                bool const is_there = row(i, j) < segment.count;
-                out[i][j] = shared.kept[row(i, j)] * of_queries[i][j];
-                gates[i][j] = is_there ? norm[j / 2] * quick_silu(to_float(shared.gates[row(i, j)][value(j)])) : 0.f;
-            }
+            gates[i / 4][i % 4] = shared.gates[row(i / 4, i % 4)][value(i % 4)];
+            out[i / 4][i % 4] = (i % 2 == 0 ? kept[i / 4].x : kept[i / 4].y) * of_queries[i / 4][i % 4];
         }
-        meet(kIsSolved, kWithSolver);
-        meet_part();
-        TileNumbers writes;
-        take(writes);
-        add_mixed<kMixStride>(writes, shared.reads, out);
+        int64_t const begins = int64_t{segment.first_row + row(0, 0)} * place.values_of_row();
+        T* const to = static_cast<T*>(p.out) + begins + first_value() + value(0);
+        meet(kIsMixed, kUntilMixed);
+        add_mixed<kMixStride>(missing, shared.mixed, out);
         send_squares(out);
         wait_for_phase(squares_barrier, 0);
-        write_out(segment, gates, out);
+        write_out(segment.count, gates, out, to);
     }
 
     // Sums of the squares of the tile's values, to both blocks of the head: lane (g, t) to block g.
     __device__ __forceinline__ void send_squares(TileNumbers const& out) const
     {
-        if (tile == 0 && lane == 0)
-        {
-            expect_bytes(squares_barrier, sizeof(shared.squares));
-        }
 #pragma unroll
         for (int i = 0; i < 2; ++i)
         {
@@ -578,25 +773,29 @@ struct Block
         }
     }
 
-    __device__ __forceinline__ void write_out(
-        Segment const& segment, TileNumbers const& gates, TileNumbers const& out) const
+    // to: where the lane's first number goes.
+    __device__ __forceinline__ void write_out(int count, TileNumbers const& gates, TileNumbers const& out, T* to) const
     {
         float squares[2][2];
         add_squares(shared.squares, squares);
-        int64_t const begins = int64_t{segment.first_row + row(0, 0)} * place.values_of_row();
-        T* const to = static_cast<T*>(p.out) + begins + first_value() + value(0);
+        float normed[2][4];
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
+        for (int i = 0; i < 8; ++i)
         {
+            float const root = rsqrtf(squares[i / 4][i % 2] / static_cast<float>(kSize) + p.norm_eps);
+            normed[i / 4][i % 4] = out[i / 4][i % 4] * root * gates[i / 4][i % 4];
+        }
 #pragma unroll
-            for (int j = 0; j < 4; ++j)
+        for (int i = 0; i < 8; ++i) // all at once: of what a branch needs alone each would wait for the one before
+        {
+            settle(normed[i / 4][i % 4]);
+        }
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+        {
+            if (row(i / 4, i % 4) < count)
             {
-                float const root = rsqrtf(squares[i][j % 2] / static_cast<float>(kSize) + p.norm_eps);
-                if (row(i, j) < segment.count)
-                {
-                    to[(8 * i + j % 2) * place.values_of_row() + j / 2 * 8]
-                        = from_float<T>(out[i][j] * root * gates[i][j]);
-                }
+                to[(8 * (i / 4) + i % 2) * place.values_of_row() + i % 4 / 2 * 8] = from_float<T>(normed[i / 4][i % 4]);
             }
         }
     }

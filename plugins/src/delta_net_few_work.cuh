@@ -18,6 +18,7 @@ constexpr int kValues = kSize / kSplits; // of a block
 constexpr int kTiles = kValues / 16;
 constexpr int kParts = 2; // of the keys
 constexpr int kPartKeys = kSize / kParts;
+constexpr int kRowItems = 2 * kDeltaRows; // rows of queries and of keys
 
 // Warps: first those of the state, a tile of its values and a part of its keys each; then those of queries and keys,
 // of values, and one for what lies between rows.
@@ -25,16 +26,21 @@ constexpr int kStateWarps = kTiles * kParts;
 constexpr int kRowWarps = 8;
 constexpr int kValueWarps = 2;
 constexpr int kFirstValueWarp = kStateWarps + kRowWarps;
-constexpr int kWarps = kFirstValueWarp + kValueWarps + 1;
+constexpr int kSolver = kFirstValueWarp + kValueWarps;
+constexpr int kWarps = kSolver + 1;
 constexpr int kThreads = 32 * kWarps;
 
 // Barriers, and the threads that meet there.
-constexpr int kProductsAreThere = 1;
-constexpr int kUntilProducts = 32 * (kStateWarps + kRowWarps + 1);
-constexpr int kIsSolved = 2;
-constexpr int kPendingIsThere = 3;
-constexpr int kWithSolver = 32 * (kStateWarps + 1); // at both of these
-constexpr int kPartsMeet = 4; // and on, one for each tile
+constexpr int kRowsAreThere = 1; // values, gates and E: all threads of the block
+constexpr int kPendingIsThere = 2;
+constexpr int kWithSolver = 32 * (kStateWarps + 1);
+constexpr int kIsSolved = 3;
+constexpr int kUntilSolved = 32 * (kTiles + 2); // parts that write, the solver, and the one that mixes
+constexpr int kIsMixed = 4;
+constexpr int kUntilMixed = 32 * (kTiles + 1); // parts that give, and that one
+constexpr int kProductsAreThere = 5;
+constexpr int kUntilProducts = 32 * (kRowWarps + 1); // and the solver
+constexpr int kPartsMeet = 6; // and on, one for each tile
 
 // All threads of the block.
 __device__ __forceinline__ void meet_all()
@@ -53,17 +59,24 @@ struct Shared
     float pending_keys[kDeltaRows][kKeyStride];
     float pending_writes[kDeltaRows][kValueStride];
     float values[kDeltaRows][kValueStride];
-    float4 exchange[kTiles][kParts][2][32]; // of a part for the other: sums; then what rows write
-    T gates[kDeltaRows][kValues]; // of the outputs
+    float4 of_keys[kTiles][kParts][2][32]; // what each part's keys read, for the other one
+    float4 of_queries[kTiles][2][32]; // and of the first part's
+    float gates[kDeltaRows][kValueStride]; // what the outputs are multiplied by
     typename ChunkRows<T, kSize>::Products products;
     float solved[kMix]; // (I + A)^-1 b
-    float reads[kMix]; // D (q k)
+    float mixed[kMix]; // D (q k) (I + A)^-1 b
+    float left[kMix]; // D
     float lower[kMix]; // A transposed
+    typename ChunkRows<T, kSize, 1>::StagedTaps row_taps[32 * kRowWarps];
+    typename ChunkRows<T, kSize>::StagedTaps value_taps[32 * kValueWarps];
+    float4 norm[32 * kRowWarps];
     float squares[kSplits * kTiles][kDeltaRows]; // sums over a tile's values, from both blocks
     float kept[kDeltaRows]; // E
     float pending_behind[kDeltaRows]; // what is left of a row behind the last
     float pending_kept; // of the state behind the pending rows
-    uint64_t gates_barrier;
+    SegmentWords guessed; // the segment
+    SegmentWords found; // once the kernels before this one are done
+    uint64_t rows_barrier; // of keys and queries
     uint64_t squares_barrier;
 };
 

@@ -327,7 +327,7 @@ struct HeadRows
         bool const has_decays = warp == kWarps - 1 && lane < segment.accepted;
         float const decay = has_decays ? load_new(place.decay(segment.slot, lane)) : 1.f; // not behind the state
         stage_first();
-        float* const memory = place.state(segment.slot) + first * kSize;
+        float* const memory = State::of_lane(place.state(segment.slot) + first * kSize);
         State state;
         if (segment.is_zero)
         {

@@ -128,7 +128,8 @@ struct Preparation
         bool const is_there = threadIdx.x < 2 * Chunk::kItems;
         auto const taps = Chunk::load_taps(p, item);
         typename Chunk::Inputs inputs;
-        Segment const whole = Chunk::load_pending(guess, wait_for_all, key_head, item, inputs);
+        SegmentSource const source(guess, index);
+        Segment const whole = Chunk::load_pending(guess, wait_for_all, source, key_head, item, inputs);
         if (whole.count <= 0)
         {
             return;
@@ -178,16 +179,12 @@ struct Preparation
     {
         int const first = key_head * heads;
         auto rate = Chunk::load_rate(p, first + solver);
-        T const* projected_at = nullptr;
+        typename Chunk::ProjectedAt projected_at;
         typename Chunk::Projected projected;
         Segment const whole = guess.load(
-            wait_for_all,
-            [&](Segment const& segment)
-            {
-                projected_at = Chunk::pending(p, segment, key_head).find_projected(first + solver);
-                settle(projected_at);
-            },
-            [&] { projected = Chunk::load_projected(p, projected_at); });
+            wait_for_all, [&](Segment const& segment)
+            { projected_at = Chunk::pending(p, segment, key_head).find_projected(first + solver); },
+            [&] { projected = Chunk::load_projected(projected_at); }, SegmentSource(guess, index));
         if (whole.count <= 0)
         {
             return;
@@ -215,7 +212,8 @@ struct Preparation
             {
                 meet(kProductsAreThere, until_products());
             }
-            chunk.solve(weights, gates.share, shared.products, shared.lower[solver], to.reads, to.solved);
+            chunk.weigh_reads(weights, shared.products, to.reads);
+            chunk.solve(weights, gates.share, shared.products, shared.lower[solver], to.solved);
         }
     }
 };

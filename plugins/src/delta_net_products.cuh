@@ -154,23 +154,45 @@ __device__ __forceinline__ void add_products(
     }
 }
 
-// sums += x * mix^T, of mix [16 rows, 16 rows] that has nothing above its diagonal.
+// Of a matrix [16 rows, 16 rows] with nothing above its diagonal, as the right operand of rows that are mixed by it.
+struct MixParts
+{
+    RightParts of_first[2]; // the first 8 of what all rows see
+    RightParts of_last[1]; // the others
+
+    // load: two numbers at a row and a column.
+    template <typename Load>
+    __device__ __forceinline__ explicit MixParts(Load const& load, DeltaLane const& at = {})
+        : of_first{part(load, at, 0, 0), part(load, at, 8, 0)}
+        , of_last{part(load, at, 8, 8)}
+    {
+    }
+
+private:
+    template <typename Load>
+    __device__ __forceinline__ static RightParts part(Load const& load, DeltaLane const& at, int row, int column)
+    {
+        return RightParts(load(row + at.row, column + 2 * at.column));
+    }
+};
+
+// sums += x * mix^T
+__device__ __forceinline__ void add_mixed(TileNumbers const& x, MixParts const& mix, TileNumbers& sums)
+{
+    auto const left = [&](int tile) { return LeftParts(x[tile][0], x[tile][1], x[tile][2], x[tile][3]); };
+    float (*const both[2])[4] = {&sums[0], &sums[1]};
+    add_products(both, left(0), mix.of_first);
+    float (*const last[1])[4] = {&sums[1]};
+    add_products(last, left(1), mix.of_last);
+}
+
+// Likewise, of a matrix in memory.
 template <int kStride>
 __device__ __forceinline__ void add_mixed(TileNumbers const& x, float const* mix, TileNumbers& sums)
 {
-    DeltaLane const at;
-    auto const right = [&](int rows, int tile)
-    {
-        float const* const from = mix + (8 * rows + at.row) * kStride + 8 * tile + 2 * at.column;
-        return RightParts(*reinterpret_cast<float2 const*>(from));
-    };
-    auto const left = [&](int tile) { return LeftParts(x[tile][0], x[tile][1], x[tile][2], x[tile][3]); };
-    float (*const both[2])[4] = {&sums[0], &sums[1]};
-    RightParts const of_first[2] = {right(0, 0), right(1, 0)};
-    add_products(both, left(0), of_first);
-    float (*const last[1])[4] = {&sums[1]};
-    RightParts const of_last[1] = {right(1, 1)};
-    add_products(last, left(1), of_last);
+    auto const load
+        = [&](int row, int column) { return *reinterpret_cast<float2 const*>(mix + row * kStride + column); };
+    add_mixed(x, MixParts(load), sums);
 }
 
 // Two numbers as two of FP16 each, which products take at twice the rate of TF32's and of as many bits. What is below
@@ -228,9 +250,14 @@ struct SplitRows
 
     uint32_t* words;
 
+    __device__ __forceinline__ uint32_t* at(int row, int first) const
+    {
+        return words + row * kStride + first;
+    }
+
     __device__ __forceinline__ void store(int row, int first, FourParts const& x) const
     {
-        *reinterpret_cast<uint4*>(words + row * kStride + first) = x.words;
+        *reinterpret_cast<uint4*>(at(row, first)) = x.words;
     }
 
     __device__ __forceinline__ float4 load(int row, int first) const
@@ -354,18 +381,25 @@ struct StateTile
 
     float at[kGroups][2][4]; // [][0: row g, 1: row g + 8][]
 
+    // Where the lane's first number lies of those that begin at `tile`.
+    template <typename Number>
+    __device__ __forceinline__ static Number* of_lane(Number* tile)
+    {
+        DeltaLane const lane;
+        return tile + lane.row * kSize + 4 * lane.column;
+    }
+
+    // from: the lane's first number, as in what follows.
     template <typename Access = StateAccess>
     __device__ __forceinline__ void load(float const* from, Access const& access = {})
     {
-        DeltaLane const lane;
 #pragma unroll
         for (int group = 0; group < kGroups; ++group)
         {
 #pragma unroll
             for (int below = 0; below < 2; ++below)
             {
-                float const* const row = from + (lane.row + 8 * below) * kSize + 16 * group + 4 * lane.column;
-                *reinterpret_cast<float4*>(at[group][below]) = access.load(row);
+                *reinterpret_cast<float4*>(at[group][below]) = access.load(from + 8 * below * kSize + 16 * group);
             }
         }
     }
@@ -382,12 +416,10 @@ struct StateTile
     template <typename Access = StateAccess>
     __device__ __forceinline__ void store(float* to, int group, Access const& access = {}) const
     {
-        DeltaLane const lane;
 #pragma unroll
         for (int below = 0; below < 2; ++below)
         {
-            float* const row = to + (lane.row + 8 * below) * kSize + 16 * group + 4 * lane.column;
-            access.store(row, *reinterpret_cast<float4 const*>(at[group][below]));
+            access.store(to + 8 * below * kSize + 16 * group, *reinterpret_cast<float4 const*>(at[group][below]));
         }
     }
 

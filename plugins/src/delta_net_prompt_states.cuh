@@ -353,7 +353,7 @@ struct PromptStates
         }
         else
         {
-            state.load(this->state());
+            state.load(State::of_lane(this->state()));
         }
         if (chunk == 0)
         {
@@ -379,7 +379,7 @@ struct PromptStates
                 phase ^= 1;
             }
         }
-        state.store(this->state());
+        state.store(State::of_lane(this->state()));
     }
 };
 

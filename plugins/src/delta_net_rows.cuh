@@ -166,6 +166,37 @@ struct ChunkRows
         return taps;
     }
 
+    // The same by way of shared memory, where each thread has a place of its own: a load that nothing needs yet would
+    // be waited for at the next branch.
+    struct alignas(16) StagedTaps
+    {
+        T numbers[kLane * kTaps];
+    };
+
+    __device__ __forceinline__ static void stage_taps(
+        dflash_delta_net_params const& p, Item const& item, StagedTaps& staged)
+    {
+        constexpr int kNumbers = 16 / static_cast<int>(sizeof(T));
+        T const* const from = static_cast<T const*>(p.conv) + int64_t{item.channel} * kTaps;
+#pragma unroll
+        for (int i = 0; i < kLane * kTaps; i += kNumbers)
+        {
+            stage_16(staged.numbers + i, from + i);
+        }
+    }
+
+    // Once its copies have come.
+    __device__ __forceinline__ static Taps take_taps(StagedTaps const& staged)
+    {
+        Taps taps;
+#pragma unroll
+        for (int i = 0; i < kLane; ++i)
+        {
+            taps.at[i] = load_vector<T, kTaps>(staged.numbers + i * kTaps);
+        }
+        return taps;
+    }
+
     // Where the rows lie, and those before them.
     struct Sources
     {
@@ -176,7 +207,7 @@ struct ChunkRows
     {
         Sources sources;
         int const begin = first + item.row; // of the segment's rows
-        int const last = count - 1 - item.row; // past it that one again
+        int const last = max(count, 1) - 1 - item.row; // past it that one again
         char const* const rows = reinterpret_cast<char const*>(static_cast<T const*>(p.x)
             + int64_t{segment.first_row + begin} * static_cast<int>(p.x_row_stride) + item.channel);
         char const* const before = reinterpret_cast<char const*>(window(segment.window + begin) + item.channel);
@@ -232,25 +263,51 @@ struct ChunkRows
         }
     }
 
+    // Has what was loaded be needed here, not before: parted earlier into single numbers, it would be waited for.
+    __device__ __forceinline__ static void settle(Four& x)
+    {
+        uint32_t* const words = reinterpret_cast<uint32_t*>(&x);
+#pragma unroll
+        for (size_t i = 0; i < sizeof(x) / sizeof(uint32_t); ++i)
+        {
+            asm volatile("" : "+r"(words[i]));
+        }
+    }
+
+    __device__ __forceinline__ static void settle(Inputs& inputs)
+    {
+#pragma unroll
+        for (Four& x : inputs.at)
+        {
+            settle(x);
+        }
+    }
+
     // Waits for the kernels before this one, and loads the rows that stay pending of the guessed segment, or of another
     // that it has become; returns that. What is before a sequence is not cleared.
-    template <typename Wait>
-    __device__ __forceinline__ static Segment load_pending(
-        Guess const& guess, Wait const& wait_for_all, int key_head, Item const& item, Inputs& inputs)
+    template <typename Wait, typename Source>
+    __device__ __forceinline__ static Segment load_pending(Guess const& guess, Wait const& wait_for_all,
+        Source const& source, int key_head, Item const& item, Inputs& inputs)
     {
         Sources sources;
-        return guess.load(
-            wait_for_all,
-            [&](Segment const& guessed)
-            {
-                sources = pending(guess.p, guessed, key_head).find(item);
+        Segment const segment = guess.load(
+            wait_for_all, [&](Segment const& segment) { sources = find_pending(guess.p, segment, key_head, item); },
+            [&] { inputs = load(sources); }, source);
+        settle(inputs);
+        return segment;
+    }
+
+    // Where the rows lie that stay pending; worked out where it is called.
+    __device__ __forceinline__ static Sources find_pending(
+        dflash_delta_net_params const& p, Segment const& segment, int key_head, Item const& item)
+    {
+        Sources sources = pending(p, segment, key_head).find(item);
 #pragma unroll
-                for (auto& from : sources.at)
-                {
-                    settle(from);
-                }
-            },
-            [&] { inputs = load(sources); });
+        for (auto& from : sources.at)
+        {
+            delta::settle(from);
+        }
+        return sources;
     }
 
     // What the next step's convolution sees, where what this one's saw lay; all of that must have been loaded.
@@ -357,20 +414,31 @@ struct ChunkRows
         T decay;
     };
 
-    __device__ __forceinline__ T const* find_projected(int head) const
+    // Where these lie.
+    struct ProjectedAt
     {
-        return static_cast<T const*>(p.gates)
-            + int64_t{segment.first_row + first + min(column, count - 1)} * static_cast<int>(p.gates_row_stride) + head;
+        T const* share = nullptr;
+        T const* decay = nullptr;
+    };
+
+    __device__ __forceinline__ ProjectedAt find_projected(int head) const
+    {
+        int const row = segment.first_row + first + min(column, max(count, 1) - 1);
+        T const* share = static_cast<T const*>(p.gates) + int64_t{row} * static_cast<int>(p.gates_row_stride) + head;
+        T const* decay = share + p.value_heads;
+        delta::settle(share);
+        delta::settle(decay);
+        return {share, decay};
     }
 
-    __device__ __forceinline__ static Projected load_projected(dflash_delta_net_params const& p, T const* from)
+    __device__ __forceinline__ static Projected load_projected(ProjectedAt const& at)
     {
-        return {load_new(from), load_new(from + p.value_heads)};
+        return {load_new(at.share), load_new(at.decay)};
     }
 
     __device__ __forceinline__ Projected load_projected(int head) const
     {
-        return load_projected(p, find_projected(head));
+        return load_projected(find_projected(head));
     }
 
     // Of a lane's row.
@@ -438,9 +506,20 @@ struct ChunkRows
     // Products of keys, and of queries by keys, of half of the numbers each.
     using Products = float[2][2][kMix];
 
-    // By a warp: what lies between the rows of a value head, D (q k) and (I + A)^-1 b. lower: for A transposed.
+    // By a warp: how a value head's rows read each other, D (q k).
+    __device__ __forceinline__ void weigh_reads(Weights const& weights, Products const& products, float* reads) const
+    {
+#pragma unroll
+        for (int i = 0; i < kDeltaRows / 2; ++i)
+        {
+            int const at = (first_weighed() + i) * kMixStride + column;
+            reads[at] = weights.left[i] * (products[0][1][at] + products[1][1][at]);
+        }
+    }
+
+    // By a warp: what a value head's rows write of what they miss, (I + A)^-1 b. lower: for A transposed.
     __device__ __forceinline__ void solve(
-        Weights const& weights, float share, Products const& products, float* lower, float* reads, float* solved) const
+        Weights const& weights, float share, Products const& products, float* lower, float* solved) const
     {
         float column_of_a[kDeltaRows / 2];
 #pragma unroll
@@ -448,7 +527,6 @@ struct ChunkRows
         {
             int const at = (first_weighed() + i) * kMixStride + column;
             column_of_a[i] = weights.shared[i] * (products[0][0][at] + products[1][0][at]);
-            reads[at] = weights.left[i] * (products[0][1][at] + products[1][1][at]);
         }
         float4* const to = reinterpret_cast<float4*>(lower + column * kMixStride + first_weighed());
         to[0] = {column_of_a[0], column_of_a[1], column_of_a[2], column_of_a[3]};

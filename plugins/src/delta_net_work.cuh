@@ -35,6 +35,12 @@ __device__ __forceinline__ void settle(T*& address)
     asm volatile("" : "+l"(address));
 }
 
+// Likewise a number.
+__device__ __forceinline__ void settle(float& x)
+{
+    asm volatile("" : "+f"(x));
+}
+
 // Rows that a segment's state absorbs at once.
 __device__ __forceinline__ int count_absorbed(dflash_delta_net_params const& p, int4 const& segment)
 {
@@ -113,75 +119,119 @@ __device__ __forceinline__ int guess_slot(dflash_delta_net_params const& p, int 
     return min(max(slot, 0), p.slots - 1);
 }
 
+// A segment as it lies in memory, and where its slot's state stands.
+struct SegmentWords
+{
+    int4 at; // slot, start, first row, count
+    int length;
+
+    __device__ __forceinline__ bool operator==(SegmentWords const& other) const
+    {
+        return at.x == other.at.x && at.y == other.at.y && at.z == other.at.z && at.w == other.at.w
+            && length == other.length;
+    }
+};
+
 // A segment as memory has it already, which whoever writes it may not have done: where it is right, what a block loads
 // need not wait for it. By whole warps.
 struct Guess
 {
     dflash_delta_net_params const& p;
-    int const index;
-    int4 words; // slot, start, first row, count: within what there is
-    int length;
+    SegmentWords const guessed; // within what there is
+
+    __device__ __forceinline__ Guess(dflash_delta_net_params const& p, SegmentWords const& guessed)
+        : p(p)
+        , guessed(guessed)
+    {
+    }
 
     __device__ __forceinline__ Guess(dflash_delta_net_params const& p, int index)
-        : p(p)
-        , index(index)
+        : Guess(p, load_early(p, index))
+    {
+    }
+
+    __device__ __forceinline__ static SegmentWords load_early(dflash_delta_net_params const& p, int index)
     {
         constexpr int kLanes = 32;
         int const lane = static_cast<int>(threadIdx.x) % kLanes;
         int const of_lane = load_new(p.lengths + min(lane, p.slots - 1)); // beside the segment, not behind it
-        words = load_new(reinterpret_cast<int4 const*>(p.segments) + index);
+        int4 words = load_new(reinterpret_cast<int4 const*>(p.segments) + index);
         words.x = min(max(words.x, 0), p.slots - 1);
         words.y = max(words.y, 0);
         words.z = min(max(words.z, 0), p.rows - 1);
-        words.w = min(words.w, p.rows - words.z);
-        length = __shfl_sync(0xffffffffu, of_lane, words.x % kLanes);
+        words.w = min(max(words.w, 0), p.rows - words.z);
+        int length = __shfl_sync(0xffffffffu, of_lane, words.x % kLanes);
         if (words.x >= kLanes)
         {
             length = load_new(p.lengths + words.x);
         }
-        length = max(length, 0);
+        return {words, max(length, 0)};
     }
 
     __device__ __forceinline__ Segment segment() const
     {
-        return Segment(p, words, length);
+        return Segment(p, guessed.at, guessed.length);
     }
 
     // Waits for the kernels before this one by `wait_for_all`, and loads what a segment needs: by the guess and, if it
-    // was wrong, again. Returns the segment; without rows nothing is loaded for it. `find` works out where that lies:
-    // before the wait, for its code, and the kernel's parameters, come from afar.
-    template <typename Wait, typename Find, typename Load>
-    __device__ __forceinline__ Segment load(Wait const& wait_for_all, Find const& find, Load const& load) const
+    // was wrong, again. Returns the segment. `find` works out where that lies: before the wait, for its code, and the
+    // kernel's parameters, come from afar. A guess of no rows is loaded as well: nothing stands between the wait and
+    // the loads. `source` is asked what the segment is behind the wait, and says so behind the loads; `loaded` tells it
+    // that those of the right segment have been made, too.
+    template <typename Wait, typename Find, typename Load, typename Source>
+    __device__ __forceinline__ Segment load(
+        Wait const& wait_for_all, Find const& find, Load const& load, Source source) const
     {
         Segment segment = this->segment();
-        int4 asked;
-        int asked_length = 0;
-#pragma unroll 1
-        for (bool is_sure = false;; is_sure = true)
+        find(segment);
+        wait_for_all();
+        source.ask();
+        load();
+        SegmentWords const found = source.hear();
+        if (!(found == guessed))
         {
+            segment = Segment(p, found.at, found.length);
             if (segment.count > 0)
             {
                 find(segment);
-            }
-            if (!is_sure)
-            {
-                wait_for_all();
-                asked = load_new(reinterpret_cast<int4 const*>(p.segments) + index);
-                asked_length = load_new(p.lengths + words.x);
-            }
-            if (segment.count > 0)
-            {
                 load();
             }
-            bool const was_right = asked.x == words.x && asked.y == words.y && asked.z == words.z && asked.w == words.w
-                && asked_length == length;
-            if (is_sure || was_right)
-            {
-                return segment;
-            }
-            bool const is_other = asked.x != words.x && asked.w > 0;
-            segment = Segment(p, asked, is_other ? load_new(p.lengths + asked.x) : asked_length);
+            source.loaded();
         }
+        return segment;
+    }
+};
+
+// Memory, which says what a segment is once the kernels before this one are done.
+struct SegmentSource
+{
+    Guess const& guess;
+    int const index;
+    SegmentWords asked;
+
+    __device__ __forceinline__ SegmentSource(Guess const& guess, int index)
+        : guess(guess)
+        , index(index)
+    {
+    }
+
+    __device__ __forceinline__ void ask()
+    {
+        asked.at = load_new(reinterpret_cast<int4 const*>(guess.p.segments) + index);
+        asked.length = load_new(guess.p.lengths + guess.guessed.at.x); // beside the segment, not behind it
+    }
+
+    __device__ __forceinline__ SegmentWords hear()
+    {
+        if (asked.at.x != guess.guessed.at.x && asked.at.w > 0)
+        {
+            asked.length = load_new(guess.p.lengths + asked.at.x);
+        }
+        return asked;
+    }
+
+    __device__ __forceinline__ void loaded() const
+    {
     }
 };
 
