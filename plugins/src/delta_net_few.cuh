@@ -304,10 +304,11 @@ struct Block
         }
         SplitRows<kSize> const to = channels.head == 0 ? queries() : keys();
         uint32_t const inbox = shared_address(to.at(channels.row, channels.number));
+        auto const& words = reinterpret_cast<float const(&)[4]>(parts.words); // bits, as `send` takes them
 #pragma unroll 1
         for (int block = 0; block < static_cast<int>(gridDim.x); ++block)
         {
-            send(address_at(inbox, block), parts.words, address_at(rows_barrier, block));
+            send(address_at(inbox, block), words, address_at(rows_barrier, block));
         }
     }
 
@@ -592,8 +593,7 @@ struct Block
         static_assert(kSize == 4 * 32 && kValues <= kSize);
         int const row = warp / 2;
         int const number = 4 * lane;
-        int const all = segment.accepted > kDeltaRows / 2 ? kDeltaRows : segment.accepted > 0 ? kDeltaRows / 2 : 0;
-        int const rows = all / kRowsApart;
+        int const rows = segment.count_taken() / kRowsApart;
         int const accepted = (segment.accepted - row + kRowsApart - 1) / kRowsApart; // below 0 none, too
         if (warp % 2 == 0)
         {

@@ -95,8 +95,7 @@ struct HeadRows
                 "l"(from), "n"(kTaps * sizeof(T))
                 : "memory");
         }
-        // Zeros for rows that were not accepted, up to those whose products are not taken.
-        int const rows = segment.accepted > kDeltaRows / 2 ? kDeltaRows : segment.accepted > 0 ? kDeltaRows / 2 : 0;
+        int const rows = segment.count_taken();
 #pragma unroll 1
         for (int item = threadIdx.x; item < rows * (kSize / 4); item += kThreads)
         {

@@ -98,6 +98,12 @@ struct Segment
         segment.is_zero = is_zero && absorbed == 0;
         return segment;
     }
+
+    // Rows whose products the state takes to absorb those that were accepted: the others of these are zeros.
+    __device__ __forceinline__ int count_taken() const
+    {
+        return accepted > kDeltaRows / 2 ? kDeltaRows : accepted > 0 ? kDeltaRows / 2 : 0;
+    }
 };
 
 // Where the state of a segment's slot stands: asked for beside the segment's own load, not behind it, if that is the

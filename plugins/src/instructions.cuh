@@ -180,14 +180,6 @@ __device__ __forceinline__ void send(uint32_t to, float const (&x)[kCount], uint
     }
 }
 
-// Likewise four words.
-__device__ __forceinline__ void send(uint32_t to, uint4 const& x, uint32_t barrier)
-{
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
-        "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w), "r"(barrier)
-        : "memory");
-}
-
 // The address in another block of the cluster of the object at `address` in this one.
 __device__ __forceinline__ uint32_t address_at(uint32_t address, int rank)
 {
