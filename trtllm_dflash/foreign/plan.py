@@ -228,9 +228,11 @@ def plan(settings: LaunchSettings, available: Available, kept: Kept = as_shaped)
         CheckpointError: a folder is not a checkpoint's.
     """
     entry = find_entry(settings.model) if settings.model is not None else None
-    target, drafter = _names(settings, entry)
+    target = _target_name(settings, entry)
+    folder = _folder_of("--target", target)
+    drafter = _drafter_name(settings, entry, target)
     gpu = gpu_for(settings)
-    shape, facts = _shapes(settings, entry, target, drafter)
+    shape, facts = _shapes(settings, entry, target, folder, drafter)
     draft_length = _draft_length(settings, facts)
     _check_ranks(settings, shape, facts.shape)
     _check_nodes(settings)
@@ -277,33 +279,39 @@ def gpu_for(settings: LaunchSettings) -> GPU:
 # -- the pair --------------------------------------------------------------------------------------------------------
 
 
-def _names(settings: LaunchSettings, entry: CatalogEntry | None) -> tuple[str, str | None]:
+def _target_name(settings: LaunchSettings, entry: CatalogEntry | None) -> str:
     target = settings.target or (entry.target if entry is not None else None)
     if target is None:
         raise SettingsError("say what to launch: --model NAME, or --target DIR with --drafter DIR")
-    _folder_of("--target", target)  # before its drafter is missed
+    return target
+
+
+def _drafter_name(settings: LaunchSettings, entry: CatalogEntry | None, target: str) -> str | None:
     if settings.method == "none":
         if settings.drafter is not None:
             raise SettingsError(f"--drafter {settings.drafter}: --method none drafts nothing; leave it out")
-        return target, None
+        return None
     if settings.drafter is not None:
-        return target, settings.drafter
+        return settings.drafter
     if entry is None or target != entry.target:
         raise SettingsError(f"--target {target}: which drafter goes with it? give --drafter, or --method none")
     if settings.method == "dflash":
         if entry.kind != "dflash":
             raise SettingsError(f"--model {entry.name}: only DFlash drafters are launched, not {entry.kind}'s")
-        return target, entry.drafter
+        return entry.drafter
     if entry.name not in EAGLE3:
         raise SettingsError(f"--method eagle3: no EAGLE-3 drafter is known for {entry.name}; give --drafter")
-    return target, EAGLE3[entry.name]
+    return EAGLE3[entry.name]
 
 
 def _shapes(
-    settings: LaunchSettings, entry: CatalogEntry | None, target: str, drafter: str | None
+    settings: LaunchSettings, entry: CatalogEntry | None, target: str, folder: Path | None, drafter: str | None
 ) -> tuple[ModelShape | None, DrafterFacts]:
-    """Reads shapes from folders on this machine, else from the tables, which have the catalog's checkpoints alone."""
-    folder = _folder_of("--target", target)
+    """Reads shapes from folders on this machine, else from the tables, which have the catalog's checkpoints alone.
+
+    Args:
+        folder: the target's, if it is on this machine.
+    """
     published = entry is not None and target == entry.target
     shape = published_target(entry.name) if published and entry is not None else None
     if folder is not None:
