@@ -71,6 +71,7 @@ CODER_NEXT = (
 
 #: The layout of each published family's checkpoint, and the shape of its chat template.
 CHATS = {"qwen3_5": QWEN35, "qwen3_5_moe, stacked": QWEN35, "qwen3_next": CODER_NEXT}
+THINKERS = [layout for layout, template in CHATS.items() if template == QWEN35]
 #: Tokens of their own in these tokenizers, and no special ones.
 _MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tests.conftest import HYBRID, succeeds
-from tests.hybrid_chats import CHATS, QWEN35, make_chat_engine
+from tests.hybrid_chats import CHATS, QWEN35, THINKERS, make_chat_engine
 from tests.test_chat_families import CALLS, TOOLS, USER, called, read
 from tests.test_reply_parsers import calls_of, text_of, together
 from trtllm_dflash import LLM, SamplingParams
@@ -17,7 +17,6 @@ from trtllm_dflash.text.tokenizer import TextCodec
 
 ON, OFF = {"enable_thinking": True}, {"enable_thinking": False}
 ASSISTANT, OPENED, CLOSED = "<|im_start|>assistant\n", "<think>\n", "<think>\n\n</think>\n\n"
-THINKERS = [layout for layout, template in CHATS.items() if template == QWEN35]
 
 
 @pytest.fixture(scope="module")

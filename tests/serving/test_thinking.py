@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import openai
 import pytest
 
-from tests.hybrid_chats import CHATS, CODER_NEXT, make_chat_engine
+from tests.hybrid_chats import CHATS, THINKERS, make_chat_engine
 from tests.serving.fake_triton import fake_triton, response
 from tests.serving.test_gateway import Reply, client, gateway
 from tests.serving.test_tools import ASKED, TOOLS, pieces
@@ -15,7 +15,6 @@ from trtllm_dflash.text.tokenizer import TextCodec
 
 pytestmark = pytest.mark.slow
 
-THINKERS = [layout for layout, template in CHATS.items() if template != CODER_NEXT]
 OPENED, CLOSED = "<think>\n", "<think>\n\n</think>\n\n"
 CALL = written("qwen3-coder", "double", {"x": 4})
 #: What a client sends, and whether the reply begins inside its thinking.
