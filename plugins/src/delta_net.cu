@@ -90,14 +90,16 @@ __global__ void __launch_bounds__(delta::HeadRows<T, kSize>::kThreads, 2)
     }
 }
 
-// One cluster a key head and segment.
+// One cluster a key head and segment. Its size is the launch's; that it has one is known here, so nothing asks for it.
 template <typename T>
-__global__ void __launch_bounds__(delta::few::kThreads, 1)
+__global__ void __cluster_dims__() __launch_bounds__(delta::few::kThreads, 1)
     few_heads_kernel(__grid_constant__ dflash_delta_net_params const p)
 {
     trigger();
     extern __shared__ float4 memory[];
-    delta::few::Block<T> const block{p, *reinterpret_cast<delta::few::Shared<T>*>(memory)};
+    uint32_t address = shared_address(memory);
+    asm volatile("" : "+r"(address)); // else it would be worked out anew for each access
+    delta::few::Block<T> const block{p, *static_cast<delta::few::Shared<T>*>(__cvta_shared_to_generic(address))};
     block.run();
 }
 

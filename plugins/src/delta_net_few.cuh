@@ -36,15 +36,22 @@ struct Block
     int const part = warp / kTiles; // of the keys
     uint32_t const rows_barrier = shared_address(&shared.rows_barrier);
     uint32_t const squares_barrier = shared_address(&shared.squares_barrier);
+    uint32_t const values_barrier = shared_address(&shared.values_barrier);
     DeltaLane const at;
     OfHead const place{p, key_head * heads + head, key_head};
 
     __device__ __forceinline__ void run() const
     {
+        if (warp == kSolver) // first: all others wait for what it guesses
+        {
+            run_solver();
+            return;
+        }
         if (threadIdx.x == 0)
         {
             init_barrier(rows_barrier, 1);
             init_barrier(squares_barrier, 1);
+            init_barrier(values_barrier, kValueWarps + 1);
             fence_barrier_inits();
             expect_bytes(rows_barrier, kRowItems * kSize * sizeof(uint32_t));
             expect_bytes(squares_barrier, sizeof(shared.squares));
@@ -59,13 +66,9 @@ struct Block
         {
             run_keys(warp - kStateWarps);
         }
-        else if (warp < kSolver)
-        {
-            run_values(threadIdx.x - 32 * kFirstValueWarp);
-        }
         else
         {
-            run_solver();
+            run_values(threadIdx.x - 32 * kFirstValueWarp);
         }
     }
 
@@ -74,19 +77,24 @@ struct Block
     __device__ __forceinline__ Guess tell_guess() const
     {
         SegmentWords const guessed = Guess::load_early(p, blockIdx.z);
+        arrive_at_cluster();
+        if (lane < p.pending)
+        {
+            prefetch(place.decay(likely_slot(), lane));
+        }
         if (lane == 0)
         {
             shared.guessed = guessed;
         }
-        meet_all();
+        report(kGuessIsThere, kThreads);
         wait_for_cluster();
-        return Guess(p, shared.guessed);
+        return Guess(p, guessed);
     }
 
     __device__ __forceinline__ Guess hear_guess() const
     {
         wait_for_cluster(); // its blocks' barriers are there; this empties the L1 cache, so it comes beside that load
-        meet_all();
+        meet(kGuessIsThere, kThreads);
         return Guess(p, shared.guessed);
     }
 
@@ -99,15 +107,47 @@ struct Block
         {
         }
 
+        __device__ __forceinline__ void began() const
+        {
+            report(kLoadsBegan, kThreads);
+        }
+
         __device__ __forceinline__ SegmentWords hear() const
         {
-            meet_all();
+            meet(kFoundIsThere, kUntilFound);
             return shared.found;
         }
 
         __device__ __forceinline__ void loaded() const
         {
-            meet_all();
+            meet(kFoundIsThere, kUntilFound - 32);
+        }
+    };
+
+    // Likewise, beside what is left of pending rows, which have been copied then.
+    struct HearingPending
+    {
+        S const& shared;
+
+        __device__ __forceinline__ void ask() const
+        {
+        }
+
+        __device__ __forceinline__ void began() const
+        {
+        }
+
+        __device__ __forceinline__ SegmentWords hear() const
+        {
+            wait_for_copies<0>();
+            meet(kPendingIsThere, kWithSolver);
+            return shared.found;
+        }
+
+        __device__ __forceinline__ void loaded() const
+        {
+            wait_for_copies<0>();
+            meet(kStatesMeet, 32 * kStateWarps);
         }
     };
 
@@ -122,6 +162,12 @@ struct Block
             source.ask();
         }
 
+        __device__ __forceinline__ void began() const
+        {
+            report(kLoadsBegan, kThreads);
+            __syncwarp(); // the compiler would put the other loads off until the segment has come
+        }
+
         __device__ __forceinline__ SegmentWords hear()
         {
             SegmentWords const found = source.hear();
@@ -129,13 +175,12 @@ struct Block
             {
                 shared.found = found;
             }
-            meet_all();
+            report(kFoundIsThere, kUntilFound);
             return found;
         }
 
         __device__ __forceinline__ void loaded() const
         {
-            meet_all();
         }
     };
 
@@ -146,24 +191,33 @@ struct Block
 
     __device__ __forceinline__ SplitRows<kSize> keys() const
     {
-        return {shared.keys};
+        return {shared.rows[0]};
     }
 
     __device__ __forceinline__ SplitRows<kSize> queries() const
     {
-        return {shared.queries};
+        return {shared.rows[1]};
     }
 
-    // Asks for what the first row's convolution sees of some channels.
-    __device__ __forceinline__ void prefetch_window(Guess const& guess, int channel, int channels) const
+    // Asks for the window of the slot that has the segment's index, as it most likely is: before memory has said so,
+    // and which of its rows the first one's convolution sees. Of queries and keys each block asks for some rows.
+    __device__ __forceinline__ void prefetch_windows(int item) const
     {
         constexpr int kNumbers = 128 / static_cast<int>(sizeof(T)); // of a line
-        Segment const segment = guess.segment();
-        int const lines = channels / kNumbers;
-        if (lane < kBefore * lines && !segment.begins)
+        constexpr int kValueLines = kValues / kNumbers;
+        constexpr int kHeadLines = kSize / kNumbers;
+        int const rows = kBefore + p.pending;
+        T const* const window = place.window_row(likely_slot(), 0);
+        if (item < rows * kValueLines)
         {
-            T const* const from = place.window_row(segment.slot, segment.window + lane / lines) + channel;
-            prefetch(from + lane % lines * kNumbers);
+            int const number = place.value_channel() + split * kValues + item % kValueLines * kNumbers;
+            prefetch(window + item / kValueLines * place.channels() + number);
+        }
+        int const row = blockIdx.x + gridDim.x * (item / (2 * kHeadLines));
+        if (row < rows)
+        {
+            int const head = item / kHeadLines % 2 ? place.key_channel() : place.query_channel();
+            prefetch(window + row * place.channels() + head + item % kHeadLines * kNumbers);
         }
     }
 
@@ -188,18 +242,15 @@ struct Block
         Row::stage_taps(p, channels, staged);
         Gating gating(*this);
         commit_copies();
+        typename Row::Places const places(p, channels);
         Guess const guess = hear_guess();
-        if (index < 2)
-        {
-            prefetch_window(guess, channels.channel - channels.number, kSize);
-        }
         typename Row::Sources sources;
         typename Row::Inputs inputs;
         Segment const whole = guess.load(
             wait,
             [&](Segment const& segment)
             {
-                sources = Row::find_pending(p, segment, key_head, channels);
+                sources = Row::find_pending(p, segment, key_head, channels, places);
                 gating.find(segment);
             },
             [&]
@@ -216,36 +267,38 @@ struct Block
             return;
         }
         Row const rows = Row::pending(p, whole, key_head);
+        rows.clear_before(channels, inputs);
+        FourParts const parts = convolve(rows, channels, Row::take_taps(staged), inputs);
         if (has_row)
         {
-            if (channels.row < kBefore)
-            {
-                rows.clear_before(channels, inputs);
-            }
-            send_row(rows, channels, Row::take_taps(staged), inputs);
+            send(channels, parts);
         }
 #pragma unroll 1
         for (int more = index + apart; more < kRowItems; more += apart)
         {
             auto const other = row_item(more);
-            send_row(rows, other, Row::load_taps(p, other), rows.load(other));
+            send(other, convolve(rows, other, Row::load_taps(p, other), rows.load(other)));
         }
-        gating.store();
-        report(kRowsAreThere, kThreads);
         arrive_at_cluster(); // what was needed of what is written below has been read
         wait_for_phase(rows_barrier, 0);
         int const columns = item % 2 * 8;
         bool const is_query = item / 2 % 2;
         float* const products = shared.products[item / 4][is_query] + columns;
-        multiply_rows<kSize, 4>(is_query ? queries() : keys(), keys(), columns, item / 4, products, kMixStride);
+        multiply_rows<kSize, 4>({shared.rows[is_query]}, keys(), columns, item / 4, products, kMixStride);
         if (item == 0)
         {
-            mix_reads();
+            meet(kProductsAreThere, kUntilProducts);
         }
         else
         {
             report(kProductsAreThere, kUntilProducts);
         }
+        gating.store();
+        if (item == 0)
+        {
+            mix_reads();
+        }
+        report(kIsMixed, kUntilMixed);
         wait_for_cluster();
         if (has_row)
         {
@@ -265,7 +318,6 @@ struct Block
     // write.
     __device__ __forceinline__ void mix_reads() const
     {
-        meet(kProductsAreThere, kUntilProducts);
         MixParts const reads(
             [&](int of, int column) // D (q k)
             {
@@ -275,7 +327,7 @@ struct Block
                 float2 const other = *reinterpret_cast<float2 const*>(shared.products[1][1] + index);
                 return float2{left.x * (one.x + other.x), left.y * (one.y + other.y)};
             });
-        meet(kIsSolved, kUntilSolved);
+        meet(kMayMix, kUntilMix);
         // As a tile has values: its columns.
         TileNumbers solved;
         TileNumbers mixed = {};
@@ -290,25 +342,30 @@ struct Block
         {
             shared.mixed[row(i / 4, i % 4) * kMixStride + at.row + i % 4 / 2 * 8] = mixed[i / 4][i % 4];
         }
-        report(kIsMixed, kUntilMixed);
     }
 
-    // Convolves it, and sends it to all blocks of the cluster.
-    __device__ __forceinline__ void send_row(Row const& rows, typename Row::Item const& channels,
-        typename Row::Taps const& taps, typename Row::Inputs const& inputs) const
+    // Without branches: what does not need the inputs is computed before they have come.
+    __device__ __forceinline__ static FourParts convolve(Row const& rows, typename Row::Item const& channels,
+        typename Row::Taps const& taps, typename Row::Inputs const& inputs)
     {
-        FourParts parts(float4{});
-        if (channels.row < rows.count)
-        {
-            parts = FourParts::scaled(Row::normed(channels, Row::convolve(taps, inputs, 0)));
-        }
-        SplitRows<kSize> const to = channels.head == 0 ? queries() : keys();
+        float4 const y = Row::normed(channels, Row::convolve(taps, inputs, 0));
+        return FourParts::scaled(rows.masked(channels, 0, y));
+    }
+
+    // Sends a row to all blocks of the cluster.
+    __device__ __forceinline__ void send(typename Row::Item const& channels, FourParts const& parts) const
+    {
+        SplitRows<kSize> const to{shared.rows[channels.head == 0]};
         uint32_t const inbox = shared_address(to.at(channels.row, channels.number));
         auto const& words = reinterpret_cast<float const(&)[4]>(parts.words); // bits, as `send` takes them
 #pragma unroll 1
-        for (int block = 0; block < static_cast<int>(gridDim.x); ++block)
+        for (int block = 0; block < static_cast<int>(gridDim.x); block += kSplits)
         {
-            send(address_at(inbox, block), words, address_at(rows_barrier, block));
+#pragma unroll
+            for (int i = 0; i < kSplits; ++i)
+            {
+                dflash::send(address_at(inbox, block + i), words, address_at(rows_barrier, block + i));
+            }
         }
     }
 
@@ -346,7 +403,8 @@ struct Block
         __device__ __forceinline__ void find(Segment const& whole)
         {
             int const at = whole.first_row + min(whole.absorbed + row, max(whole.count, 1) - 1);
-            from = block.place.row(at) + block.place.channels() + block.first_value() + value;
+            from = moved(static_cast<T const*>(block.p.x) + block.place.channels() + block.first_value() + value, at,
+                static_cast<int>(block.p.x_row_stride) * static_cast<int>(sizeof(T)));
             settle(from);
         }
 
@@ -363,6 +421,16 @@ struct Block
         }
     };
 
+    // By a warp that has values or E in shared memory: those who need them do not wait for each other.
+    __device__ __forceinline__ void report_values() const
+    {
+        __syncwarp();
+        if (lane == 0)
+        {
+            arrive(values_barrier);
+        }
+    }
+
     // -- values: an item is four rows of four of them, of a lane ------------------------------------------------------
 
     __device__ __forceinline__ void run_values(int item) const
@@ -372,13 +440,10 @@ struct Block
         auto const channels = Chunk::item_of(
             p, key_head, heads, (2 + head) * Chunk::kItems + item / kLanes * Chunk::kLanes + split * kLanes + of_row);
         auto& staged = shared.value_taps[item];
+        prefetch_windows(item);
         Chunk::stage_taps(p, channels, staged);
         commit_copies();
         Guess const guess = hear_guess();
-        if (warp == kFirstValueWarp)
-        {
-            prefetch_window(guess, channels.channel - of_row * Chunk::kLane, kValues);
-        }
         typename Chunk::Inputs inputs;
         Segment const whole = Chunk::load_pending(guess, wait, Hearing{shared}, key_head, channels, inputs);
         wait_for_copies<0>();
@@ -395,18 +460,17 @@ struct Block
             *reinterpret_cast<float4*>(&shared.values[channels.row + i][of_row * Chunk::kLane])
                 = chunk.convolve(channels, taps, inputs, i);
         }
-        report(kRowsAreThere, kThreads);
+        report_values();
         arrive_at_cluster();
         chunk.keep(channels, inputs); // only this block has read these
-        wait_for_cluster();
     }
 
     // -- what lies between rows ---------------------------------------------------------------------------------------
 
     __device__ __forceinline__ void run_solver() const
     {
-        auto const rate = Chunk::load_rate(p, place.head);
         Guess const guess = tell_guess();
+        auto const rate = Chunk::load_rate(p, place.head);
         typename Chunk::ProjectedAt projected_at;
         float const* decay_at = nullptr; // of a pending row, if the lane has one
         typename Chunk::Projected projected;
@@ -426,30 +490,33 @@ struct Block
                 pending_decay = decay_at ? load_new(decay_at) : 1.f;
             },
             Telling{shared, SegmentSource(guess, blockIdx.z)});
+        multiply_pending(pending_decay, shared.pending_behind, shared.pending_kept);
+        report(kPendingIsThere, kWithSolver);
         if (whole.count <= 0)
         {
             clear_padding(whole);
             return;
         }
+        settle(projected.share);
+        settle(projected.decay);
         Chunk const chunk = Chunk::pending(p, whole, key_head);
-        multiply_pending(pending_decay, shared.pending_behind, shared.pending_kept);
-        report(kPendingIsThere, kWithSolver);
         auto const gates = chunk.gates_of(rate, projected);
         float const kept = product_to(gates.decay);
         if (lane < kDeltaRows)
         {
             shared.kept[lane] = kept;
         }
-        auto const weights = chunk.weigh(gates);
+        auto const weights = chunk.weigh(gates, shared.lower);
 #pragma unroll
         for (int i = 0; i < kDeltaRows / 2; ++i)
         {
             shared.left[(chunk.first_weighed() + i) * kMixStride + chunk.column] = weights.left[i];
         }
-        report(kRowsAreThere, kThreads);
+        report_values();
         arrive_at_cluster();
         meet(kProductsAreThere, kUntilProducts);
         chunk.solve(weights, gates.share, shared.products, shared.lower, shared.solved);
+        report(kMayMix, kUntilMix);
         report(kIsSolved, kUntilSolved);
         wait_for_cluster();
         if (split == 0 && lane < chunk.count)
@@ -477,17 +544,25 @@ struct Block
 
     __device__ __forceinline__ void run_state() const
     {
+        Pending const pending = find_pending();
+        float* const states = State::of_lane(memory(0));
+        prefetch_likely(pending);
         Guess const guess = hear_guess();
-        prefetch_pending(guess.segment().pending());
+        prefetch_state(guess.guessed.at.x);
+        auto const wait_for_loads = [&] // of the other warps
+        {
+            wait();
+            meet(kLoadsBegan, kThreads);
+        };
         State state;
         Staged staged;
         float* state_at = nullptr;
         Segment const whole = guess.load(
-            wait,
+            wait_for_loads,
             [&](Segment const& segment)
             {
-                staged = find_pending(segment.pending());
-                state_at = State::of_lane(memory(segment.slot));
+                staged = pending.of(segment.pending());
+                state_at = moved(states, segment.slot, p.value_heads * kSize * kSize * static_cast<int>(sizeof(float)));
                 settle(staged.from);
                 settle(state_at);
             },
@@ -497,8 +572,7 @@ struct Block
                 stage_pending(staged);
                 state.load(state_at);
             },
-            Hearing{shared});
-        wait_for_copies<0>();
+            HearingPending{shared});
         if (whole.count <= 0)
         {
             return;
@@ -507,8 +581,8 @@ struct Block
         if (segment.is_zero)
         {
             state.clear();
+            settle(state.at[0][0][0]); // a branch: else each number would be chosen, as soon as it has come
         }
-        meet(kPendingIsThere, kWithSolver);
         if (segment.accepted > 0)
         {
             absorb_pending(state, segment.accepted, state_at);
@@ -520,7 +594,7 @@ struct Block
         TileNumbers of_keys = {};
         TileNumbers of_queries = {};
         State::read(parts, keys(), queries(), of_keys, of_queries, part * State::kGroups);
-        meet(kRowsAreThere, kThreads);
+        wait_for_phase(values_barrier, 0);
         TileNumbers missing;
         load_values(missing);
         float2 const kept[2] = {kept_of(0), kept_of(1)};
@@ -538,7 +612,6 @@ struct Block
         {
             give(segment, missing, kept, of_queries);
         }
-        wait_for_cluster();
     }
 
     __device__ __forceinline__ float* memory(int slot) const
@@ -546,62 +619,80 @@ struct Block
         return place.state(slot) + (split * kValues + tile * 16) * kSize + part * kPartKeys;
     }
 
-    // A warp asks for some rows' lines, and for all keys of its tile or none.
-    __device__ __forceinline__ void prefetch_pending(Segment const& segment) const
-    {
-        constexpr int kRows = kDeltaRows / kStateWarps;
-        constexpr int kLine = 128 / static_cast<int>(sizeof(float));
-        int const row = warp * kRows + lane % kRows;
-        int const number = lane / kRows * kLine;
-        if (row < segment.accepted)
-        {
-            if (number < kSize)
-            {
-                prefetch(place.keys(segment.slot, row) + number);
-            }
-            else if (number < kSize + kValues)
-            {
-                prefetch(place.writes(segment.slot, row) + split * kValues + number - kSize);
-            }
-            else if (number == kSize + kValues)
-            {
-                prefetch(place.decay(segment.slot, row));
-            }
-        }
-        if (lane == 0 && part == 0 && !segment.is_zero)
-        {
-            prefetch_bytes(memory(segment.slot), 4 * 16 * kSize);
-        }
-    }
-
     // A thread's part of the accepted rows' keys or writes: four numbers of every kRowsApart-th row.
     struct Staged
     {
         float const* from;
         float* to;
-        int from_apart; // numbers between one row and the next
-        int to_apart;
+        int from_apart; // bytes between one row and the next
+        int to_apart; // numbers
         int rows;
         int accepted; // of these; zeros for the others
     };
 
     static constexpr int kRowsApart = kStateWarps / 2;
 
+    // The same of all that a slot may have, of the first slot.
+    struct Pending
+    {
+        float const* from;
+        float* to;
+        int from_apart;
+        int to_apart;
+        int row;
+        int slot_bytes; // between one slot and the next
+        bool is_there;
+
+        __device__ __forceinline__ Staged of(Segment const& segment) const
+        {
+            int const rows = is_there ? segment.count_taken() / kRowsApart : 0;
+            int const accepted = (segment.accepted - row + kRowsApart - 1) / kRowsApart; // below 0 none, too
+            return {moved(from, segment.slot, slot_bytes), to, from_apart, to_apart, rows, accepted};
+        }
+    };
+
     // Of two warps, one has the keys of a row, the other the block's values of what it writes.
-    __device__ __forceinline__ Staged find_pending(Segment const& segment) const
+    __device__ __forceinline__ Pending find_pending() const
     {
         static_assert(kSize == 4 * 32 && kValues <= kSize);
         int const row = warp / 2;
         int const number = 4 * lane;
-        int const rows = segment.count_taken() / kRowsApart;
-        int const accepted = (segment.accepted - row + kRowsApart - 1) / kRowsApart; // below 0 none, too
-        if (warp % 2 == 0)
+        bool const is_key = warp % 2 == 0;
+        int const row_bytes = (is_key ? p.key_heads : p.value_heads) * kSize * static_cast<int>(sizeof(float));
+        float const* const from = is_key ? place.keys(0, row) : place.writes(0, row) + split * kValues;
+        float* const to = is_key ? &shared.pending_keys[row][number] : &shared.pending_writes[row][number];
+        return {from + number, to, kRowsApart * row_bytes, kRowsApart * (is_key ? S::kKeyStride : S::kValueStride), row,
+            p.pending * row_bytes, is_key || number < kValues};
+    }
+
+    // Asks for most pending rows of the slot that has the segment's index, as it most likely is: before memory has said
+    // so.
+    __device__ __forceinline__ void prefetch_likely(Pending const& pending) const
+    {
+        float const* from = moved(pending.from, likely_slot(), pending.slot_bytes);
+#pragma unroll
+        for (int row = 0; row < kDeltaRows / 2; row += kRowsApart)
         {
-            return {place.keys(segment.slot, row) + number, &shared.pending_keys[row][number],
-                kRowsApart * p.key_heads * kSize, kRowsApart * S::kKeyStride, rows, accepted};
+            if (pending.is_there && pending.row + row < p.pending)
+            {
+                prefetch(from);
+            }
+            from = moved(from, 1, pending.from_apart);
         }
-        return {place.writes(segment.slot, row) + split * kValues + number, &shared.pending_writes[row][number],
-            kRowsApart * place.values_of_row(), kRowsApart * S::kValueStride, number < kValues ? rows : 0, accepted};
+    }
+
+    __device__ __forceinline__ int likely_slot() const
+    {
+        return min(static_cast<int>(blockIdx.z), p.slots - 1);
+    }
+
+    // Behind what takes fewer bytes, for which others wait.
+    __device__ __forceinline__ void prefetch_state(int slot) const
+    {
+        constexpr int kLine = 128 / static_cast<int>(sizeof(float));
+        constexpr int kLines = kPartKeys / kLine; // of a value's keys
+        static_assert(16 * kLines == 32);
+        prefetch(memory(slot) + lane / kLines * kSize + lane % kLines * kLine);
     }
 
     // Begins to copy them.
@@ -612,7 +703,7 @@ struct Block
         {
             stage_16(staged.to, staged.from, i < staged.accepted);
             staged.to += staged.to_apart;
-            staged.from += staged.from_apart;
+            staged.from = moved(staged.from, 1, staged.from_apart);
         }
         commit_copies();
     }
@@ -629,10 +720,10 @@ struct Block
     // Leaves the state in memory, too.
     __device__ __forceinline__ void absorb_pending(State& state, int accepted, float* memory) const
     {
-        auto const keys = [&](int half, int key)
+        auto const keys = [&](int half, int row, int key)
         {
-            float const* const from = &shared.pending_keys[8 * half + 2 * at.column][part * kPartKeys + key];
-            return RightParts(float2{from[0], from[S::kKeyStride]});
+            float const* const from = shared.pending_keys[8 * half + 2 * at.column + row] + part * kPartKeys + key;
+            return *reinterpret_cast<float2 const*>(from);
         };
         LeftParts const first = pending_writes(0);
         if (accepted > kDeltaRows / 2) // each by code of its own, or groups of keys would wait for each other
@@ -730,12 +821,10 @@ struct Block
     __device__ __forceinline__ void give(Segment const& segment, TileNumbers const& missing, float2 const (&kept)[2],
         TileNumbers const& of_queries) const
     {
-        TileNumbers gates;
         TileNumbers out;
 #pragma unroll
         for (int i = 0; i < 8; ++i)
         {
-            gates[i / 4][i % 4] = shared.gates[row(i / 4, i % 4)][value(i % 4)];
             out[i / 4][i % 4] = (i % 2 == 0 ? kept[i / 4].x : kept[i / 4].y) * of_queries[i / 4][i % 4];
         }
         int64_t const begins = int64_t{segment.first_row + row(0, 0)} * place.values_of_row();
@@ -743,59 +832,70 @@ struct Block
         meet(kIsMixed, kUntilMixed);
         add_mixed<kMixStride>(missing, shared.mixed, out);
         send_squares(out);
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+        {
+            out[i / 4][i % 4] *= shared.gates[row(i / 4, i % 4)][value(i % 4)];
+        }
         wait_for_phase(squares_barrier, 0);
-        write_out(segment.count, gates, out, to);
+        write_out(segment.count, out, to);
     }
 
-    // Sums of the squares of the tile's values, to both blocks of the head: lane (g, t) to block g.
+    // Sums of the squares of the tile's values, to both blocks of the head. Of eight lanes that have four rows' values,
+    // one adds up a row's for one of the blocks.
     __device__ __forceinline__ void send_squares(TileNumbers const& out) const
     {
+        float sums[4]; // of the lane's rows
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
+        for (int i = 0; i < 4; ++i)
         {
-            float sums[2];
+            float const* const x = &out[i / 2][i % 2];
+            sums[i] = x[0] * x[0] + x[2] * x[2];
+        }
+        bool const has_last = lane & 8; // two of the rows
+        bool const has_second = lane & 4; // of these
+        float const first = (has_last ? sums[2] : sums[0]) + Chunk::shuffled(has_last ? sums[0] : sums[2], 8);
+        float const second = (has_last ? sums[3] : sums[1]) + Chunk::shuffled(has_last ? sums[1] : sums[3], 8);
+        float sum[1] = {(has_second ? second : first) + Chunk::shuffled(has_second ? first : second, 4)};
+        sum[0] += Chunk::shuffled(sum[0], 16);
+        int const to = head * kSplits + lane / 16;
+        float* const inbox = &shared.squares[split * kTiles + tile][row(lane / 8 % 2, lane / 4 % 2)];
+        dflash::send(address_at(shared_address(inbox), to), sum, address_at(squares_barrier, to));
+    }
+
+    // What normed outputs of the lane's rows are multiplied by: a lane adds up half of what there is of a row.
+    __device__ __forceinline__ void find_roots(float (&roots)[2][2]) const
+    {
+        static_assert(kSplits * kTiles == 8 && kDeltaRows == 16);
+        float sum = 0.f;
 #pragma unroll
-            for (int j = 0; j < 2; ++j)
-            {
-                sums[j] = out[i][j] * out[i][j] + out[i][j + 2] * out[i][j + 2];
+        for (int i = 0; i < kTiles; ++i)
+        {
+            sum += shared.squares[lane / 16 * kTiles + i][lane % 16];
+        }
+        sum += Chunk::shuffled(sum, 16);
+        float const root = rsqrtf(sum / static_cast<float>(kSize) + p.norm_eps);
 #pragma unroll
-                for (int mask = 4; mask < 32; mask *= 2)
-                {
-                    sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], mask);
-                }
-            }
-            if (at.row < kSplits)
-            {
-                int const to = head * kSplits + at.row;
-                uint32_t const inbox = shared_address(&shared.squares[split * kTiles + tile][row(i, 0)]);
-                send(address_at(inbox, to), sums, address_at(squares_barrier, to));
-            }
+        for (int i = 0; i < 4; ++i)
+        {
+            roots[i / 2][i % 2] = __shfl_sync(0xffffffffu, root, row(i / 2, i % 2));
         }
     }
 
     // to: where the lane's first number goes.
-    __device__ __forceinline__ void write_out(int count, TileNumbers const& gates, TileNumbers const& out, T* to) const
+    __device__ __forceinline__ void write_out(int count, TileNumbers const& gated, T* to) const
     {
-        float squares[2][2];
-        add_squares(shared.squares, squares);
-        float normed[2][4];
+        float roots[2][2];
+        find_roots(roots);
+        int const row_bytes = place.values_of_row() * static_cast<int>(sizeof(T));
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
+        for (int i = 0; i < 4; ++i)
         {
-            float const root = rsqrtf(squares[i / 4][i % 2] / static_cast<float>(kSize) + p.norm_eps);
-            normed[i / 4][i % 4] = out[i / 4][i % 4] * root * gates[i / 4][i % 4];
-        }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) // all at once: of what a branch needs alone each would wait for the one before
-        {
-            settle(normed[i / 4][i % 4]);
-        }
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-        {
-            if (row(i / 4, i % 4) < count)
+            if (row(i / 2, i % 2) < count)
             {
-                to[(8 * (i / 4) + i % 2) * place.values_of_row() + i % 4 / 2 * 8] = from_float<T>(normed[i / 4][i % 4]);
+                T* const at = moved(to, 8 * (i / 2) + i % 2, row_bytes);
+                at[0] = from_float<T>(gated[i / 2][i % 2] * roots[i / 2][i % 2]);
+                at[8] = from_float<T>(gated[i / 2][i % 2 + 2] * roots[i / 2][i % 2]);
             }
         }
     }

@@ -30,23 +30,23 @@ constexpr int kSolver = kFirstValueWarp + kValueWarps;
 constexpr int kWarps = kSolver + 1;
 constexpr int kThreads = 32 * kWarps;
 
-// Barriers, and the threads that meet there.
-constexpr int kRowsAreThere = 1; // values, gates and E: all threads of the block
-constexpr int kPendingIsThere = 2;
+// Barriers, and the threads that meet there, or report what they have.
+constexpr int kGuessIsThere = 0; // all threads of the block
+constexpr int kLoadsBegan = 1; // likewise: those of states come behind all others, for they take the longest to come
+constexpr int kFoundIsThere = 2; // the segment
+constexpr int kUntilFound = 32 * (kRowWarps + kValueWarps + 1); // and the solver
+constexpr int kPendingIsThere = 3; // what is left of pending rows, and these; the segment, too
 constexpr int kWithSolver = 32 * (kStateWarps + 1);
-constexpr int kIsSolved = 3;
-constexpr int kUntilSolved = 32 * (kTiles + 2); // parts that write, the solver, and the one that mixes
-constexpr int kIsMixed = 4;
-constexpr int kUntilMixed = 32 * (kTiles + 1); // parts that give, and that one
+constexpr int kStatesMeet = 4;
 constexpr int kProductsAreThere = 5;
 constexpr int kUntilProducts = 32 * (kRowWarps + 1); // and the solver
-constexpr int kPartsMeet = 6; // and on, one for each tile
-
-// All threads of the block.
-__device__ __forceinline__ void meet_all()
-{
-    meet(0, kThreads);
-}
+constexpr int kIsSolved = 6; // for parts that write
+constexpr int kUntilSolved = 32 * (kTiles + 1); // and the solver
+constexpr int kMayMix = 7; // it is, for the warp that mixes
+constexpr int kUntilMix = 32 * 2;
+constexpr int kIsMixed = 8; // and gates are there
+constexpr int kUntilMixed = 32 * (kTiles + kRowWarps); // parts that give, and those that have gates and mix
+constexpr int kPartsMeet = 9; // and on, one for each tile
 
 template <typename T>
 struct Shared
@@ -54,8 +54,7 @@ struct Shared
     static constexpr int kKeyStride = kSize + 4; // rows apart begin in other banks
     static constexpr int kValueStride = kValues + 4;
 
-    alignas(16) uint32_t keys[SplitRows<kSize>::kWords];
-    uint32_t queries[SplitRows<kSize>::kWords];
+    alignas(16) uint32_t rows[2][SplitRows<kSize>::kWords]; // keys, and queries
     float pending_keys[kDeltaRows][kKeyStride];
     float pending_writes[kDeltaRows][kValueStride];
     float values[kDeltaRows][kValueStride];
@@ -77,6 +76,7 @@ struct Shared
     SegmentWords guessed; // the segment
     SegmentWords found; // once the kernels before this one are done
     uint64_t rows_barrier; // of keys and queries
+    uint64_t values_barrier; // of values and E
     uint64_t squares_barrier;
 };
 

@@ -138,10 +138,10 @@ struct HeadRows
         LeftParts const left[2] = {pending_writes(0), pending_writes(8)};
         state.absorb(
             shared.pending_kept, accepted > 8, left, memory,
-            [&](int half, int key)
+            [&](int half, int row, int key)
             {
-                float const* const from = &shared.pending_keys[8 * half + 2 * at.column][key];
-                return RightParts(float2{from[0], from[kValueStride]});
+                float const* const from = shared.pending_keys[8 * half + 2 * at.column + row] + key;
+                return *reinterpret_cast<float2 const*>(from);
             },
             access());
     }

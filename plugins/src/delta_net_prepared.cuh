@@ -70,8 +70,7 @@ struct Preparation
 
     struct alignas(16) Shared
     {
-        uint32_t keys[SplitRows<kSize>::kWords];
-        uint32_t queries[SplitRows<kSize>::kWords];
+        uint32_t rows[2][SplitRows<kSize>::kWords]; // keys, and queries
         typename Chunk::Products products;
         alignas(16) float lower[kMostSolving][kMix]; // A transposed
     };
@@ -137,8 +136,7 @@ struct Preparation
         Chunk const chunk = Chunk::pending(p, whole, key_head);
         chunk.clear_before(item, inputs);
         auto& kept = prepared.of_keys(index, key_head);
-        SplitRows<kSize> const to[2]
-            = {{item.head == 0 ? shared.queries : shared.keys}, {item.head == 0 ? kept.queries : kept.keys}};
+        SplitRows<kSize> const to[2] = {{shared.rows[item.head == 0]}, {item.head == 0 ? kept.queries : kept.keys}};
         float4 rows[Chunk::kRows];
         chunk.convolve_normed(item, taps, inputs, rows);
 #pragma unroll
@@ -168,9 +166,9 @@ struct Preparation
     {
         int const columns = item % 2 * 8;
         bool const is_query = item / 2 % 2;
-        SplitRows<kSize> const left{is_query ? shared.queries : shared.keys};
+        SplitRows<kSize> const left{shared.rows[is_query]};
         float* const to = shared.products[item / 4][is_query] + columns;
-        multiply_rows<kSize, 2>(left, {shared.keys}, columns, item / 4, to, kMixStride);
+        multiply_rows<kSize, 2>(left, {shared.rows[0]}, columns, item / 4, to, kMixStride);
     }
 
     // -- what lies between rows, of every kMostSolving-th value head, by a warp ---------------------------------------
@@ -207,7 +205,7 @@ struct Preparation
                 to.kept[lane] = kept;
                 to.decays[lane] = gates.decay;
             }
-            auto const weights = chunk.weigh(gates);
+            auto const weights = chunk.weigh(gates, shared.lower[solver]);
             if (head == solver)
             {
                 meet(kProductsAreThere, until_products());

@@ -347,7 +347,7 @@ struct StateAccess
 
     __device__ __forceinline__ void store(float* to, float4 const& x) const
     {
-        *reinterpret_cast<float4*>(to) = x;
+        asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w));
     }
 };
 
@@ -530,33 +530,37 @@ struct StateTile
     }
 
     // Forgets, and writes 16 rows, or the first 8 of them: state <- kept * state + writes * keys. left holds the writes
-    // of 8 rows each, and right_of(tile, key) gives the lane's two rows' keys. Added to the state by FP32 additions:
-    // those of the products round down. Stores it, too, group by group: all at once would wait for each other.
-    template <typename RightOf, typename Access = StateAccess>
+    // of 8 rows each, and keys_of(tile, key) gives the lane's two rows' keys, two of each. Added to the state by FP32
+    // additions: those of the products round down. Stores it, too, group by group: all at once would wait for each
+    // other.
+    template <typename KeysOf, typename Access = StateAccess>
     __device__ __forceinline__ void absorb(float kept, bool has_more, LeftParts const (&left)[2], float* to,
-        RightOf const& right_of, Access const& access = {})
+        KeysOf const& keys_of, Access const& access = {})
     {
         DeltaLane const lane;
 #pragma unroll
         for (int group = 0; group < kGroups; ++group)
         {
-            // The g-th of 8 keys, as accumulators have a half of a group's 16.
-            int const key = 16 * group + 4 * (lane.row / 2) + lane.row % 2;
-            float sums[2][4] = {}; // of both halves of the group's keys
+            // Column g of two products, of whose columns 2 t and 2 t + 1 the lane has the keys 4 t to 4 t + 3: those
+            // side by side are of one each, so that both come at once.
+            int const key = 16 * group + 2 * lane.row;
+            float sums[2][4] = {}; // of keys 4 t and 4 t + 2, and of those behind them
             float (*const both[2])[4] = {&sums[0], &sums[1]};
 #pragma unroll
             for (int tile = 0; tile < 2; ++tile)
             {
                 if (tile == 0 || has_more)
                 {
-                    RightParts const right[2] = {right_of(tile, key), right_of(tile, key + 2)};
+                    float2 const keys[2] = {keys_of(tile, 0, key), keys_of(tile, 1, key)};
+                    RightParts const right[2]
+                        = {RightParts({keys[0].x, keys[1].x}), RightParts({keys[0].y, keys[1].y})};
                     add_products(both, left[tile], right);
                 }
             }
 #pragma unroll
             for (int i = 0; i < 8; ++i)
             {
-                float& x = at[group][i % 4 / 2][i / 4 * 2 + i % 2];
+                float& x = at[group][i % 4 / 2][i / 4 + i % 2 * 2];
                 x = fmaf(x, kept, sums[i / 4][i % 4]);
             }
             store(to, group, access);

@@ -231,7 +231,7 @@ struct PromptRows
             mix[kMixNumbers + kDeltaRows + lane] = behind;
         }
         float* const lower = shared.lower[warp];
-        auto const weights = chunk.weigh(gates);
+        auto const weights = chunk.weigh(gates, lower);
 #pragma unroll
         for (int i = 0; i < kDeltaRows / 2; ++i)
         {

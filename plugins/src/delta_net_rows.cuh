@@ -15,14 +15,20 @@ constexpr int kMixStride = kDeltaRows + 4; // where rows apart begin in other ba
 constexpr int kMix = kDeltaRows * kMixStride;
 constexpr float kLengthEps = 1e-6f; // of keys and queries
 
+// Of a number that is not below 2^-126, to within 1 ulp.
+__device__ __forceinline__ float quick_inverse(float x)
+{
+    float inverse = 0.f;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+    return inverse;
+}
+
 // Without what numbers below 2^-126 would take: exp(-x) of a large x is 0, of a small one infinite.
 __device__ __forceinline__ float quick_silu(float x)
 {
     float power = 0.f;
-    float inverse = 0.f;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.4426950408889634f));
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.f + power));
-    return x * inverse;
+    return x * quick_inverse(1.f + power);
 }
 
 // A channel's convolution, of a row and those before it.
@@ -197,6 +203,25 @@ struct ChunkRows
         return taps;
     }
 
+    // Where all rows lie of an item's channels, and all windows' rows.
+    struct Places
+    {
+        char const* rows;
+        char const* windows;
+        int row_bytes; // between one and the next
+        int window_bytes;
+
+        __device__ __forceinline__ Places(dflash_delta_net_params const& p, Item const& item)
+            : rows(reinterpret_cast<char const*>(static_cast<T const*>(p.x) + item.channel))
+            , windows(reinterpret_cast<char const*>(static_cast<T const*>(p.window) + item.channel))
+            , row_bytes(static_cast<int>(p.x_row_stride) * static_cast<int>(sizeof(T)))
+            , window_bytes(channels_of<kSize>(p) * static_cast<int>(sizeof(T)))
+        {
+            delta::settle(rows);
+            delta::settle(windows);
+        }
+    };
+
     // Where the rows lie, and those before them.
     struct Sources
     {
@@ -205,22 +230,23 @@ struct ChunkRows
 
     __device__ __forceinline__ Sources find(Item const& item) const
     {
+        return find(item, Places(p, item));
+    }
+
+    __device__ __forceinline__ Sources find(Item const& item, Places const& places) const
+    {
         Sources sources;
         int const begin = first + item.row; // of the segment's rows
         int const last = max(count, 1) - 1 - item.row; // past it that one again
-        char const* const rows = reinterpret_cast<char const*>(static_cast<T const*>(p.x)
-            + int64_t{segment.first_row + begin} * static_cast<int>(p.x_row_stride) + item.channel);
-        char const* const before = reinterpret_cast<char const*>(window(segment.window + begin) + item.channel);
-        int const row_bytes = static_cast<int>(p.x_row_stride * sizeof(T));
-        int const window_bytes = channels_of<kSize>(p) * static_cast<int>(sizeof(T));
+        int const row = segment.first_row + begin;
+        int const before = segment.slot * (kBefore + p.pending) + segment.window + begin; // row of all windows
 #pragma unroll
         for (int i = 0; i < kBefore + kRows; ++i)
         {
-            sources.at[i] = rows + int64_t{min(i - kBefore, last)} * row_bytes;
-            if (i < kBefore && begin + i < kBefore)
-            {
-                sources.at[i] = before + int64_t{i} * window_bytes;
-            }
+            bool const is_before = i < kBefore && begin + i < kBefore;
+            sources.at[i]
+                = moved(is_before ? places.windows : places.rows, is_before ? before + i : row + min(i - kBefore, last),
+                    is_before ? places.window_bytes : places.row_bytes);
         }
         return sources;
     }
@@ -289,9 +315,11 @@ struct ChunkRows
     __device__ __forceinline__ static Segment load_pending(Guess const& guess, Wait const& wait_for_all,
         Source const& source, int key_head, Item const& item, Inputs& inputs)
     {
+        Places const places(guess.p, item);
         Sources sources;
         Segment const segment = guess.load(
-            wait_for_all, [&](Segment const& segment) { sources = find_pending(guess.p, segment, key_head, item); },
+            wait_for_all,
+            [&](Segment const& segment) { sources = find_pending(guess.p, segment, key_head, item, places); },
             [&] { inputs = load(sources); }, source);
         settle(inputs);
         return segment;
@@ -299,9 +327,9 @@ struct ChunkRows
 
     // Where the rows lie that stay pending; worked out where it is called.
     __device__ __forceinline__ static Sources find_pending(
-        dflash_delta_net_params const& p, Segment const& segment, int key_head, Item const& item)
+        dflash_delta_net_params const& p, Segment const& segment, int key_head, Item const& item, Places const& places)
     {
-        Sources sources = pending(p, segment, key_head).find(item);
+        Sources sources = pending(p, segment, key_head).find(item, places);
 #pragma unroll
         for (auto& from : sources.at)
         {
@@ -424,7 +452,8 @@ struct ChunkRows
     __device__ __forceinline__ ProjectedAt find_projected(int head) const
     {
         int const row = segment.first_row + first + min(column, max(count, 1) - 1);
-        T const* share = static_cast<T const*>(p.gates) + int64_t{row} * static_cast<int>(p.gates_row_stride) + head;
+        T const* share = moved(static_cast<T const*>(p.gates) + head, row,
+            static_cast<int>(p.gates_row_stride) * static_cast<int>(sizeof(T)));
         T const* decay = share + p.value_heads;
         delta::settle(share);
         delta::settle(decay);
@@ -466,8 +495,8 @@ struct ChunkRows
         float const softplus = fmaxf(a, 0.f) + log1pf(expf(-fabsf(a)));
         float const rate = expf(of_head.log);
         bool const is_there = column < count;
-        return {
-            is_there ? 1.f / (1.f + expf(-to_float(projected.share))) : 0.f, is_there ? expf(-rate * softplus) : 1.f};
+        return {is_there ? quick_inverse(1.f + expf(-to_float(projected.share))) : 0.f,
+            is_there ? expf(-rate * softplus) : 1.f};
     }
 
     // By what a row's write is weighed before another row sees it: of a column, a lane has the first or the last eight
@@ -478,22 +507,48 @@ struct ChunkRows
         float shared[kDeltaRows / 2];
     };
 
-    __device__ __forceinline__ Weights weigh(Gates const& gates) const
+    __device__ __forceinline__ static void load_half(float const* from, float (&to)[kDeltaRows / 2])
     {
-        Weights weights = {};
+#pragma unroll
+        for (int i = 0; i < kDeltaRows / 2; i += 4)
+        {
+            *reinterpret_cast<float4*>(to + i) = *reinterpret_cast<float4 const*>(from + i);
+        }
+    }
+
+    // numbers: of the warp's, for what all lanes have.
+    __device__ __forceinline__ Weights weigh(Gates const& gates, float* numbers) const
+    {
+        float* const decays = numbers;
+        float* const shares = numbers + kDeltaRows;
+        if (lane < kDeltaRows)
+        {
+            decays[lane] = gates.decay;
+            shares[lane] = gates.share;
+        }
+        __syncwarp();
+        int const first = first_weighed();
+        float before[kDeltaRows / 2]; // decays of the first rows
+        float own[kDeltaRows / 2]; // of the lane's
+        float own_shares[kDeltaRows / 2];
+        load_half(decays, before);
+        load_half(decays + first, own);
+        load_half(shares + first, own_shares);
         float left = 1.f;
 #pragma unroll
-        for (int i = 0; i < kDeltaRows; ++i)
+        for (int i = 0; i < kDeltaRows / 2; ++i)
         {
-            float const decay = __shfl_sync(0xffffffffu, gates.decay, i);
-            float const share = __shfl_sync(0xffffffffu, gates.share, i);
-            left *= i > column ? decay : 1.f;
-            if (i / 8 == lane / kDeltaRows)
-            {
-                weights.left[i % 8] = i >= column ? left : 0.f;
-                weights.shared[i % 8] = i > column ? left * share : 0.f;
-            }
+            left *= first > 0 && i > column ? before[i] : 1.f;
         }
+        Weights weights;
+#pragma unroll
+        for (int i = 0; i < kDeltaRows / 2; ++i)
+        {
+            left *= first + i > column ? own[i] : 1.f;
+            weights.left[i] = first + i >= column ? left : 0.f;
+            weights.shared[i] = first + i > column ? left * own_shares[i] : 0.f;
+        }
+        __syncwarp(); // they may be written anew
         return weights;
     }
 

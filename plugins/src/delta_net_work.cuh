@@ -41,6 +41,29 @@ __device__ __forceinline__ void settle(float& x)
     asm volatile("" : "+f"(x));
 }
 
+// The object so many times `bytes` behind one, by one instruction: the compiler takes four.
+template <typename T>
+__device__ __forceinline__ T* moved(T* from, int times, int bytes)
+{
+    uint64_t to;
+    asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(to) : "r"(times), "r"(bytes), "l"(reinterpret_cast<uint64_t>(from)));
+    return reinterpret_cast<T*>(to);
+}
+
+// Likewise a number of a tensor.
+template <typename T>
+__device__ __forceinline__ void settle(T& x)
+{
+    if constexpr (sizeof(T) == 2)
+    {
+        asm volatile("" : "+h"(reinterpret_cast<uint16_t&>(x)));
+    }
+    else
+    {
+        asm volatile("" : "+r"(reinterpret_cast<uint32_t&>(x)));
+    }
+}
+
 // Rows that a segment's state absorbs at once.
 __device__ __forceinline__ int count_absorbed(dflash_delta_net_params const& p, int4 const& segment)
 {
@@ -182,8 +205,8 @@ struct Guess
     // Waits for the kernels before this one by `wait_for_all`, and loads what a segment needs: by the guess and, if it
     // was wrong, again. Returns the segment. `find` works out where that lies: before the wait, for its code, and the
     // kernel's parameters, come from afar. A guess of no rows is loaded as well: nothing stands between the wait and
-    // the loads. `source` is asked what the segment is behind the wait, and says so behind the loads; `loaded` tells it
-    // that those of the right segment have been made, too.
+    // the loads. `source` is asked what the segment is behind the wait, and says so behind the loads; it is told that
+    // these have begun, and that those of the right segment have been made, too.
     template <typename Wait, typename Find, typename Load, typename Source>
     __device__ __forceinline__ Segment load(
         Wait const& wait_for_all, Find const& find, Load const& load, Source source) const
@@ -193,6 +216,7 @@ struct Guess
         wait_for_all();
         source.ask();
         load();
+        source.began();
         SegmentWords const found = source.hear();
         if (!(found == guessed))
         {
@@ -225,6 +249,10 @@ struct SegmentSource
     {
         asked.at = load_new(reinterpret_cast<int4 const*>(guess.p.segments) + index);
         asked.length = load_new(guess.p.lengths + guess.guessed.at.x); // beside the segment, not behind it
+    }
+
+    __device__ __forceinline__ void began() const
+    {
     }
 
     __device__ __forceinline__ SegmentWords hear()
