@@ -212,7 +212,7 @@ struct PromptRows
 #pragma unroll
         for (int item = threadIdx.x - 32 * kHeads; item < Range::kRowNumbers / 4; item += kOthers)
         {
-            // Of a group's 16 keys, eight of the rows, and a lane: see `StateTile::absorb`.
+            // Of a group's 16 keys, eight of the rows, and a lane: as `PromptStates::absorb` takes them.
             int const row = item / 32 % 2 * 8 + item % 4 * 2;
             int const number = item / 64 * 16 + item % 32 / 8 * 4 + item / 4 % 2;
             keys[item] = {key(row, number), key(row, number + 2), key(row + 1, number), key(row + 1, number + 2)};
